@@ -1,0 +1,62 @@
+# Every target sets up what it needs in .venv, and again only when the requirements change.
+PYTHON ?= python3
+# Extra flags for pip, for example an index that holds CPU-only wheels of torch.
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
+REQUIREMENTS := pyproject.toml constraints.txt
+RUN_READY := $(VENV)/.ready-run
+TEST_READY := $(VENV)/.ready-test
+OUT := out
+PYTEST_FLAGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-slow lint types format figures clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+run: $(RUN_READY) ## draw the masks into out/ and print the table of geometry and cost
+	@mkdir -p $(OUT)
+	$(BIN)/smat mask --seq-len 64 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --chunk-size 8 --out $(OUT)/masks.png
+	$(BIN)/smat mask --seq-len 96 --vc-dim 3 --chunk-size 4 --boundary window --window-step 16 --out $(OUT)/stepped_window.png
+	$(BIN)/smat geometry --seq-len 65536
+	@echo "Pictures: $(OUT)/masks.png (d = 1..4) and $(OUT)/stepped_window.png (stepped window, d = 3)."
+
+test: lint types ## lint, types, doctests and tests, without the slow ones
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-slow: $(TEST_READY) ## the tests marked slow
+	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+
+lint: $(TEST_READY) ## ruff: rules and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(TEST_READY) ## mypy, strict for geometry, masks and ops
+	$(BIN)/mypy
+
+format: $(TEST_READY) ## let ruff fix and format what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+figures: $(RUN_READY) ## redraw the pictures that the documentation shows
+	$(BIN)/smat mask --seq-len 64 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --chunk-size 8 --out docs/masks.png
+
+clean: ## remove the environment, the caches and what the commands wrote
+	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find smat tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "smat needs Python 3.10 or newer; name one: make PYTHON=python3.11 ..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is written last, so that an interrupted installation starts again.
+$(RUN_READY): $(REQUIREMENTS) | $(BIN)/python
+	$(PIP) --constraint constraints.txt --editable '.[cli]'
+	@touch $@
+
+$(TEST_READY): $(REQUIREMENTS) | $(BIN)/python
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
