@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
-from smat.geometry.scaling import default_num_distant
+from smat.geometry import default_num_distant
 
 
 class Segment(NamedTuple):
-    """Queries `start <= t < stop` (0-based) that share one boundary: keys `j < boundary` are distant."""
+    """Queries `start <= t < stop` (0-based) that share one boundary: distant is `j < boundary`."""
 
     start: int
     stop: int
@@ -48,9 +48,14 @@ Segment(start=12, stop=14, boundary=8))
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Yield `(first query, boundary)` for each value of n(t), in order, starting at query 0."""
 
-    @abstractmethod
     def boundary_at(self, position: int) -> int:
         """Return the number of distant keys of the query at a 0-based position."""
+        return self.segments(position + 1)[-1].boundary
+
+    @property
+    def anchor(self) -> int:
+        """The position from which recent queries are counted: the boundary if it never moves."""
+        return 0
 
     @abstractmethod
     def describe(self) -> str:
@@ -101,6 +106,10 @@ class KeptBoundary(BoundarySchedule):
         if self.num_distant < 0:
             raise ValueError(f"num_distant must be 0 or more, but it is {self.num_distant}")
 
+    @property
+    def anchor(self) -> int:
+        return self.num_distant
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         yield 0, 0
         if self.num_distant > 0:
@@ -136,12 +145,6 @@ class RebuiltBoundary(BoundarySchedule):
             "or call rebuilt().resolve(seq_len, chunk_size) first"
         )
 
-    def boundary_at(self, position: int) -> int:
-        raise ValueError(
-            f"rebuilt() depends on the horizon, so position {position} alone has no boundary: "
-            "ask a mask, or call rebuilt().resolve(seq_len, chunk_size) first"
-        )
-
     def describe(self) -> str:
         return "rebuilt()"
 
@@ -164,7 +167,7 @@ class DoublingBoundary(BoundarySchedule):
 
     def boundary_at(self, position: int) -> int:
         # The paper's t is position + 1, and its floor(log2 t) is one less than t's bit length.
-        return 2 ** (position + 1).bit_length() // 4
+        return (1 << (position + 1).bit_length()) // 4
 
     def describe(self) -> str:
         return "doubling()"
@@ -206,7 +209,7 @@ def none() -> KeptBoundary:
 
 
 def kept(num_distant: int) -> KeptBoundary:
-    """The boundary stays where it was put, at every length."""
+    """The boundary stays where it was put."""
     return KeptBoundary(num_distant)
 
 

@@ -22,10 +22,12 @@ def count_on_hyperplane(geometry: Geometry, type_index: Tensor, num_keys: Tensor
     Paper: P = `num_profiles`, D = d - 1 = `ambient_dim`; `type_index` and `num_keys` broadcast.
     """
     if geometry.ambient_dim == 0:
-        return num_keys.expand(torch.broadcast_shapes(type_index.shape, num_keys.shape))
+        return num_keys + torch.zeros_like(type_index)
     full_turns = num_keys // geometry.num_profiles
     per_turn = geometry.num_profiles // geometry.field_size
-    return full_turns * per_turn + _count_below(geometry, type_index, num_keys % geometry.num_profiles)
+    return full_turns * per_turn + _count_below(
+        geometry, type_index, num_keys % geometry.num_profiles
+    )
 
 
 def _count_below(geometry: Geometry, type_index: Tensor, limit: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ def dense_support(
     """Mark the keys that each query sees.
 
     >>> geometry = Geometry(vc_dim=2, field_size=2)
-    >>> boundaries = torch.tensor([0, 0, 2, 2])
-    >>> dense_support(geometry, boundaries, torch.tensor([0, 1, 0, 1]), torch.tensor([0, 0, 1, 0])).int()
+    >>> profile, query_type = torch.tensor([[0, 1, 0, 1], [0, 0, 1, 0]])
+    >>> dense_support(geometry, torch.tensor([0, 0, 2, 2]), profile, query_type).int()
     tensor([[1, 0, 0, 0],
             [1, 1, 0, 0],
             [0, 1, 1, 0],
@@ -26,7 +26,7 @@ def dense_support(
 
     M[t, j] = 1 for n(t) <= j <= t, C[type(t), prof(j)] for j < n(t), and 0 for j > t (0-based).
 
-    Paper: n(t) = `boundaries[t]`, prof = `profile`, type = `query_type`, C = `geometry.incidence()`.
+    Paper: n(t) = `boundaries`, prof = `profile`, type = `query_type`, C = `geometry.incidence()`.
     `boundaries` is `(T,)`; `profile` and `query_type` are `(..., T)`; the result is `(..., T, T)`.
     """
     position = torch.arange(len(boundaries), device=boundaries.device)
@@ -45,7 +45,7 @@ def decay_between(log_decay: Tensor) -> Tensor:
             [0.0000, 1.0000, 0.0000],
             [0.0000, 0.3679, 1.0000]], dtype=torch.float64)
 
-    exp(lambda_t - lambda_j) for j <= t, with lambda the running sum of `log_decay`, and 0 elsewhere.
+    exp(lambda_t - lambda_j) for j <= t with lambda the running sum of `log_decay`, 0 elsewhere.
     A gate of -inf forgets every earlier key; it is counted apart, since inf - inf is no number.
     """
     is_reset = torch.isneginf(log_decay)
@@ -55,3 +55,38 @@ def decay_between(log_decay: Tensor) -> Tensor:
     difference = (log_decay_cum[..., :, None] - log_decay_cum[..., None, :]).clamp(max=0.0)
     was_reset = num_resets[..., :, None] != num_resets[..., None, :]
     return difference.exp().masked_fill(was_reset, 0.0).tril()
+
+
+def check_shapes(given: dict[str, Tensor | None], length: int | None) -> int | None:
+    """Refuse tensors that are not `(B, T, H)` with one T; return that T, or else the length."""
+    for name, value in given.items():
+        if value is None:
+            continue
+        if value.ndim != 3 or length not in (None, value.shape[1]):
+            wanted = "T" if length is None else length
+            raise ValueError(f"{name} must be (B, {wanted}, H), but it is {tuple(value.shape)}")
+        length = value.shape[1]
+    log_decay = given.get("log_decay")
+    if log_decay is not None and not bool((log_decay <= 0).all()):
+        raise ValueError(f"log_decay must be 0 or less, but its largest is {log_decay.max()}")
+    return length
+
+
+def check_index(name: str, index: Tensor | None, limit: int) -> None:
+    """Refuse an index that is not an integer in `[0, limit)`."""
+    if index is None:
+        return
+    if index.dtype.is_floating_point or index.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers, but its dtype is {index.dtype}")
+    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= limit):
+        low, high = int(index.min()), int(index.max())
+        raise ValueError(f"{name} must lie in 0..{limit - 1}, but it runs from {low} to {high}")
+
+
+def heads_first(values: Tensor, device: torch.device | str) -> Tensor:
+    """Move `(B, T, H)` to `(B, H, T)`; widen indices to int64 and gates to at least fp32."""
+    if not values.dtype.is_floating_point:
+        values = values.long()
+    elif values.dtype.itemsize < 4:
+        values = values.float()
+    return values.to(device).movedim(-1, 1) if values.ndim == 3 else values.to(device)

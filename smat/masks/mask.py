@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smat.geometry import Geometry
-from smat.geometry.scaling import default_num_distant
+from smat.geometry import Geometry, default_num_distant
 from smat.masks.assignment import positional_profile, positional_type
-from smat.masks.boundary import BoundarySchedule, KeptBoundary, RebuiltBoundary, Segment
-from smat.masks.boundary import schedule_from_dict
+from smat.masks.boundary import BoundarySchedule, RebuiltBoundary, Segment, schedule_from_dict
 from smat.masks.counting import count_on_hyperplane
-from smat.masks.dense import decay_between, dense_support
+from smat.masks.dense import (
+    check_index,
+    check_shapes,
+    decay_between,
+    dense_support,
+    heads_first,
+)
 
 
 class SMatWarning(UserWarning):
     """A mask is valid, but a property that the paper proves for long sequences is not assured."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class SMatMask:
     """The causal mask M^(d) of a horizon of `seq_len` tokens.
 
@@ -51,28 +55,35 @@ class SMatMask:
 
     seq_len: int
     vc_dim: int
-    chunk_size: int = 64
-    field_size: int | None = None
-    boundary: BoundarySchedule = None  # type: ignore[assignment]
-    _derived: InitVar[bool] = field(default=False, kw_only=True)
+    chunk_size: int
+    field_size: int | None
+    boundary: BoundarySchedule
 
-    def __post_init__(self, _derived: bool) -> None:
-        if self.boundary is None:
-            object.__setattr__(self, "boundary", RebuiltBoundary())
+    def __init__(
+        self,
+        seq_len: int,
+        vc_dim: int,
+        chunk_size: int = 64,
+        field_size: int | None = None,
+        boundary: BoundarySchedule | None = None,
+    ) -> None:
+        self._set(seq_len, vc_dim, chunk_size, field_size, boundary or RebuiltBoundary())
+        if self.schedule.anchor > seq_len:
+            raise ValueError(
+                f"boundary {self.boundary.describe()} lies past the horizon seq_len = {seq_len}; "
+                f"keep at most {seq_len} keys distant"
+            )
+        if self.num_distant > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
+            _warn_once(seq_len, vc_dim, self.num_distant, self.geometry)
+
+    def _set(self, *values: Any) -> SMatMask:
+        for data_field, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, data_field.name, value)
         for name in ("seq_len", "vc_dim", "chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, but it is {getattr(self, name)}")
         _ = self.geometry  # refuses a field size that is not prime
-        if _derived:
-            return
-        if isinstance(self.boundary, KeptBoundary) and self.boundary.num_distant > self.seq_len:
-            raise ValueError(
-                f"boundary {self.boundary.describe()} lies past the horizon seq_len = "
-                f"{self.seq_len}; keep at most {self.seq_len} keys distant"
-            )
-        is_block_mask = self.num_distant > 0 and not self.boundary.moves
-        if is_block_mask and not self.guarantees_vc_dim:
-            _warn_once(self.seq_len, self.vc_dim, self.num_distant, self.geometry)
+        return self
 
     @cached_property
     def schedule(self) -> BoundarySchedule:
@@ -84,9 +95,11 @@ class SMatMask:
         """The points and hyperplanes that profiles and types number."""
         if self.field_size is not None:
             return Geometry(vc_dim=self.vc_dim, field_size=self.field_size)
-        moves = self.boundary.moves
-        half = default_num_distant(self.seq_len, self.chunk_size)
-        return Geometry.for_distant(half if moves else self.num_distant, self.vc_dim)
+        if self.boundary.moves:
+            num_distant = default_num_distant(self.seq_len, self.chunk_size)
+        else:
+            num_distant = self.schedule.anchor
+        return Geometry.for_distant(num_distant, self.vc_dim)
 
     @cached_property
     def num_distant(self) -> int:
@@ -102,7 +115,7 @@ class SMatMask:
     def guarantees_vc_dim(self) -> bool:
         """Whether the theorem's proof applies: a block mask with P <= n and 2B <= m.
 
-        >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(1024, 3, boundary=KeptBoundary(0)).guarantees_vc_dim
+        >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(64, 4).guarantees_vc_dim
         (True, False)
 
         At d = 1 the mask is L_T under every schedule, and two tokens are enough.
@@ -121,7 +134,9 @@ class SMatMask:
         """
         return self.schedule.segments(self.check_length(length))
 
-    def boundaries(self, length: int | None = None, device: torch.device | None = None) -> Tensor:
+    def boundaries(
+        self, length: int | None = None, device: torch.device | str | None = None
+    ) -> Tensor:
         """Return n(t) of the first `length` queries, `(length,)`."""
         segments = torch.tensor(self.segments(length), device=device)
         return segments[:, 2].repeat_interleave(segments[:, 1] - segments[:, 0])
@@ -149,7 +164,8 @@ class SMatMask:
         masks are leading blocks of longer ones; a given field size is kept as well.
         """
         field_size = self.geometry.field_size if self.boundary.moves else self.field_size
-        return replace(self, seq_len=seq_len, field_size=field_size, _derived=True)
+        derived = object.__new__(SMatMask)  # packed sequences come in any length: no warning each
+        return derived._set(seq_len, self.vc_dim, self.chunk_size, field_size, self.boundary)
 
     def profile(self, positions: Tensor) -> Tensor:
         """Return the positional profile of the keys at 0-based positions."""
@@ -160,5 +176,98 @@ class SMatMask:
 
         Recent queries are counted from the boundary if it never moves, else from the start.
         """
-        first = 0 if self.boundary.moves else self.num_distant
-        return positional_type(self.geometry, positions - first)
+        return positional_type(self.geometry, positions - self.schedule.anchor)
+
+    def dense(
+        self,
+        length: int | None = None,
+        *,
+        profile: Tensor | None = None,
+        query_type: Tensor | None = None,
+        log_decay: Tensor | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Write the mask out: `(T, T)` bool, or `(B, H, T, T)` if an argument is `(B, T, H)`.
+
+        >>> SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2).dense(6).int()
+        tensor([[1, 0, 0, 0, 0, 0],
+                [1, 1, 0, 0, 0, 0],
+                [1, 1, 1, 0, 0, 0],
+                [1, 1, 1, 1, 0, 0],
+                [0, 1, 0, 1, 1, 0],
+                [1, 0, 1, 0, 1, 1]], dtype=torch.int32)
+
+        `profile` and `query_type` replace the positional assignment. `log_decay` <= 0 gives the
+        gated mask: exp(lambda_t - lambda_j) on the support, with lambda its running sum.
+        """
+        given = {"profile": profile, "query_type": query_type, "log_decay": log_decay}
+        length = self.check_length(check_shapes(given, length))
+        if device is None:
+            device = next((value.device for value in given.values() if value is not None), "cpu")
+        check_index("profile", profile, self.geometry.num_profiles)
+        check_index("query_type", query_type, self.geometry.num_types)
+        position = torch.arange(length, device=device)
+        support = dense_support(
+            self.geometry,
+            self.boundaries(length, device),
+            heads_first(self.profile(position) if profile is None else profile, device),
+            heads_first(self.query_type(position) if query_type is None else query_type, device),
+        )
+        if log_decay is None:
+            return support if dtype is None else support.to(dtype)
+        return (support * decay_between(heads_first(log_decay, device))).to(
+            dtype or log_decay.dtype
+        )
+
+    def nnz(self, length: int | None = None) -> int:
+        """Count the entries of the positional mask in O(d T) work, without building it.
+
+        >>> SMatMask(seq_len=8, vc_dim=1).nnz(), 8 * 9 // 2
+        (36, 36)
+        """
+        boundary = self.boundaries(length)
+        position = torch.arange(len(boundary))
+        num_recent = position + 1 - boundary
+        num_seen = count_on_hyperplane(self.geometry, self.query_type(position), boundary)
+        return int((num_recent + num_seen).sum())
+
+    def describe(self) -> str:
+        """Return the recipe on one line, in the paper's symbols."""
+        return (
+            f"SMatMask: T = {self.seq_len}, d = {self.vc_dim}, q = {self.geometry.field_size}, "
+            f"n = {self.num_distant}, c = {self.chunk_size}, boundary = {self.boundary.describe()}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that `SMatMask.from_dict` turns back into this mask."""
+        data = {data_field.name: getattr(self, data_field.name) for data_field in fields(self)}
+        return {**data, "boundary": self.boundary.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SMatMask:
+        """Rebuild a mask from `mask.to_dict()`.
+
+        >>> mask = SMatMask(1024, 3)
+        >>> SMatMask.from_dict(mask.to_dict()) == mask
+        True
+        """
+        names = [data_field.name for data_field in fields(cls)]
+        if set(data) != set(names):
+            raise ValueError(f"a mask is saved as {names}, but got {list(data)}")
+        plain = {**data, "boundary": schedule_from_dict(data["boundary"])}
+        return object.__new__(cls)._set(*(plain[name] for name in names))
+
+
+@cache
+def _warn_once(seq_len: int, vc_dim: int, num_distant: int, geometry: Geometry) -> None:
+    """Say, once per process for the same numbers, that the theorem's lower bound does not apply."""
+    num_recent = seq_len - num_distant
+    warnings.warn(
+        f"VC = {vc_dim} is not guaranteed at T = {seq_len}, n = {num_distant}, m = {num_recent}: "
+        f"q = {geometry.field_size} has P = {geometry.num_profiles} and B = {geometry.num_types}, "
+        "but the proof needs P <= n and 2B <= m. The mask is valid and causal all the same; "
+        "a longer sequence, a smaller vc_dim or a smaller field_size would restore the guarantee.",
+        SMatWarning,
+        stacklevel=3,
+    )
