@@ -19,8 +19,8 @@ help: ## list the targets
 
 run: $(RUN_READY) ## draw the masks into out/ and print the table of geometry and cost
 	@mkdir -p $(OUT)
-	$(BIN)/smat mask --seq-len 64 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --chunk-size 8 --out $(OUT)/masks.png
-	$(BIN)/smat mask --seq-len 96 --vc-dim 3 --chunk-size 4 --boundary window --window-step 16 --out $(OUT)/stepped_window.png
+	$(BIN)/smat mask --seq-len 128 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out $(OUT)/masks.png
+	$(BIN)/smat mask --seq-len 96 --vc-dim 3 --boundary window --window-step 16 --out $(OUT)/stepped_window.png
 	$(BIN)/smat geometry --seq-len 65536
 	@echo "Pictures: $(OUT)/masks.png (d = 1..4) and $(OUT)/stepped_window.png (stepped window, d = 3)."
 
@@ -42,7 +42,7 @@ format: $(TEST_READY) ## let ruff fix and format what it can
 	$(BIN)/ruff format .
 
 figures: $(RUN_READY) ## redraw the pictures that the documentation shows
-	$(BIN)/smat mask --seq-len 64 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --chunk-size 8 --out docs/masks.png
+	$(BIN)/smat mask --seq-len 128 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out docs/masks.png
 
 clean: ## remove the environment, the caches and what the commands wrote
 	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Figures and tables: what the commands show, formatted."""
