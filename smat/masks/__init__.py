@@ -11,16 +11,30 @@ from smat.masks.boundary import (
     window,
 )
 from smat.masks.mask import SMatMask, SMatWarning
+from smat.masks.vc import (
+    count_traces,
+    count_traces_of_sets,
+    multi_read_vc_bound,
+    shattered_set,
+    shatters,
+    vc_dimension,
+)
 
 __all__ = [
     "BoundarySchedule",
     "SMatMask",
     "SMatWarning",
     "Segment",
+    "count_traces",
+    "count_traces_of_sets",
     "doubling",
     "kept",
+    "multi_read_vc_bound",
     "none",
     "rebuilt",
     "schedule_from_dict",
+    "shattered_set",
+    "shatters",
+    "vc_dimension",
     "window",
 ]
