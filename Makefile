@@ -28,7 +28,7 @@ test: lint types ## lint, types, doctests and tests, without the slow ones
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
 
 test-slow: $(TEST_READY) ## the tests marked slow
-	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS)
+	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
 
 lint: $(TEST_READY) ## ruff: rules and formatting
 	$(BIN)/ruff check .

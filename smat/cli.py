@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # smat.__main__ turns an error into one line
 )
 
-TABLE_WIDTH = 104  # what the widest table needs; a terminal that is wider changes nothing
+TABLE_WIDTH = 200  # a table takes what it needs, and no number is ever cut to fit a terminal
 
 MASK_EXAMPLES = """Examples:
 
@@ -149,7 +149,7 @@ def geometry(
         f"for one head of one sequence.\n"
         f"Cache: the B + 1 states that decoding keeps, for {heads} head{'s' * (heads > 1)}, "
         f"batch {batch}, {dtype.value} (1 MB = 10^6 bytes).\n"
-        f"VC = d: yes where the proof applies, that is P <= n and 2B <= m."
+        f"VC = d: yes where the proof applies, for d > 1 that is P <= n and 2B <= m."
     )
 
 

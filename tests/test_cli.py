@@ -41,7 +41,13 @@ def test_the_printed_table_holds_the_same_numbers(capsys):
     assert (status, err) == (0, "")
     for number in ("0.5 MB", "99 MB", "774 MB", "3439 MB", "6,728,351", "584,545"):
         assert number in out
-    assert "…" not in out, "a column was cut off"
+
+
+def test_no_number_is_cut_however_long(capsys):
+    status, out, _ = run(capsys, "geometry", "--seq-len", "999999999999", "--vc-dim", "5")
+    assert status == 0
+    assert "499,999,999,936" in out
+    assert "…" not in out
 
 
 def test_geometry_row_by_row(capsys):
