@@ -1,5 +1,6 @@
 """Masks: who may see whom, as integers, without touching values."""
 
+from smat.masks.assignment import TokenHash, agreeing_direction, type_through_cell
 from smat.masks.boundary import (
     BoundarySchedule,
     Segment,
@@ -25,6 +26,8 @@ __all__ = [
     "SMatMask",
     "SMatWarning",
     "Segment",
+    "TokenHash",
+    "agreeing_direction",
     "count_traces",
     "count_traces_of_sets",
     "doubling",
@@ -35,6 +38,7 @@ __all__ = [
     "schedule_from_dict",
     "shattered_set",
     "shatters",
+    "type_through_cell",
     "vc_dimension",
     "window",
 ]

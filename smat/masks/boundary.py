@@ -57,9 +57,9 @@ Segment(start=12, stop=14, boundary=8))
         """The position from which recent queries are counted: the boundary if it never moves."""
         return 0
 
-    @abstractmethod
     def describe(self) -> str:
         """Return the schedule as one would write it in a call."""
+        return f"{self.kind}()"
 
     def resolve(self, seq_len: int, chunk_size: int) -> BoundarySchedule:
         """Return the schedule for a horizon; itself unless it is a function of the horizon."""
@@ -145,9 +145,6 @@ class RebuiltBoundary(BoundarySchedule):
             "or call rebuilt().resolve(seq_len, chunk_size) first"
         )
 
-    def describe(self) -> str:
-        return "rebuilt()"
-
 
 @dataclass(frozen=True)
 class DoublingBoundary(BoundarySchedule):
@@ -168,9 +165,6 @@ class DoublingBoundary(BoundarySchedule):
     def boundary_at(self, position: int) -> int:
         # The paper's t is position + 1, and its floor(log2 t) is one less than t's bit length.
         return (1 << (position + 1).bit_length()) // 4
-
-    def describe(self) -> str:
-        return "doubling()"
 
 
 @dataclass(frozen=True)
@@ -228,10 +222,8 @@ def window(step: int) -> WindowBoundary:
     return WindowBoundary(step)
 
 
-_KINDS: dict[str, type[BoundarySchedule]] = {
-    schedule.kind: schedule
-    for schedule in (KeptBoundary, RebuiltBoundary, DoublingBoundary, WindowBoundary)
-}
+_CLASSES = (KeptBoundary, RebuiltBoundary, DoublingBoundary, WindowBoundary)
+_KINDS: dict[str, type[BoundarySchedule]] = {schedule.kind: schedule for schedule in _CLASSES}
 
 
 def schedule_from_dict(data: Mapping[str, Any]) -> BoundarySchedule:

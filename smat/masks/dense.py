@@ -57,32 +57,6 @@ def decay_between(log_decay: Tensor) -> Tensor:
     return difference.exp().masked_fill(was_reset, 0.0).tril()
 
 
-def check_shapes(given: dict[str, Tensor | None], length: int | None) -> int | None:
-    """Refuse tensors that are not `(B, T, H)` with one T; return that T, or else the length."""
-    for name, value in given.items():
-        if value is None:
-            continue
-        if value.ndim != 3 or length not in (None, value.shape[1]):
-            wanted = "T" if length is None else length
-            raise ValueError(f"{name} must be (B, {wanted}, H), but it is {tuple(value.shape)}")
-        length = value.shape[1]
-    log_decay = given.get("log_decay")
-    if log_decay is not None and not bool((log_decay <= 0).all()):
-        raise ValueError(f"log_decay must be 0 or less, but its largest is {log_decay.max()}")
-    return length
-
-
-def check_index(name: str, index: Tensor | None, limit: int) -> None:
-    """Refuse an index that is not an integer in `[0, limit)`."""
-    if index is None:
-        return
-    if index.dtype.is_floating_point or index.dtype == torch.bool:
-        raise ValueError(f"{name} must hold integers, but its dtype is {index.dtype}")
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= limit):
-        low, high = int(index.min()), int(index.max())
-        raise ValueError(f"{name} must lie in 0..{limit - 1}, but it runs from {low} to {high}")
-
-
 def heads_first(values: Tensor, device: torch.device | str) -> Tensor:
     """Move `(B, T, H)` to `(B, H, T)`; widen indices to int64 and gates to at least fp32."""
     if not values.dtype.is_floating_point:

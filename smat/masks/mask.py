@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from dataclasses import asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,18 +13,11 @@ from torch import Tensor
 from smat.geometry import Geometry, default_num_distant
 from smat.masks.assignment import positional_profile, positional_type
 from smat.masks.boundary import BoundarySchedule, RebuiltBoundary, Segment, schedule_from_dict
+from smat.masks.checks import check_index, check_shapes
 from smat.masks.counting import count_on_hyperplane
-from smat.masks.dense import (
-    check_index,
-    check_shapes,
-    decay_between,
-    dense_support,
-    heads_first,
-)
-
-
-class SMatWarning(UserWarning):
-    """A mask is valid, but a property that the paper proves for long sequences is not assured."""
+from smat.masks.dense import decay_between, dense_support, heads_first
+from smat.masks.guarantee import SMatWarning as SMatWarning
+from smat.masks.guarantee import proof_applies, warn_once
 
 
 @dataclass(frozen=True, init=False)
@@ -74,7 +66,7 @@ class SMatMask:
                 f"keep at most {seq_len} keys distant"
             )
         if self.num_distant > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
-            _warn_once(seq_len, vc_dim, self.num_distant, self.geometry)
+            warn_once(seq_len, self.num_distant, self.geometry)
 
     def _set(self, *values: Any) -> SMatMask:
         for data_field, value in zip(fields(self), values, strict=True):
@@ -82,6 +74,8 @@ class SMatMask:
         for name in ("seq_len", "vc_dim", "chunk_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, but it is {getattr(self, name)}")
+        if not isinstance(self.boundary, BoundarySchedule):
+            raise ValueError(f"boundary must be a schedule or None, but it is {self.boundary!r}")
         _ = self.geometry  # refuses a field size that is not prime
         return self
 
@@ -113,18 +107,15 @@ class SMatMask:
 
     @property
     def guarantees_vc_dim(self) -> bool:
-        """Whether the theorem's proof applies: a block mask with P <= n and 2B <= m.
+        """Whether VC = d is proved for this mask.
 
         >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(64, 4).guarantees_vc_dim
         (True, False)
 
-        At d = 1 the mask is L_T under every schedule, and two tokens are enough.
+        Where the boundary moves nothing is proved: such masks can shatter more than d columns.
         """
-        if self.vc_dim == 1:
-            return self.seq_len >= 2
-        enough_keys = self.geometry.num_profiles <= self.num_distant
-        enough_queries = 2 * self.geometry.num_types <= self.num_recent
-        return not self.boundary.moves and enough_keys and enough_queries
+        moves = self.boundary.moves and self.vc_dim > 1
+        return not moves and proof_applies(self.geometry, self.num_distant, self.num_recent)
 
     def segments(self, length: int | None = None) -> tuple[Segment, ...]:
         """Cut the first `length` queries where the boundary changes.
@@ -241,8 +232,7 @@ class SMatMask:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `SMatMask.from_dict` turns back into this mask."""
-        data = {data_field.name: getattr(self, data_field.name) for data_field in fields(self)}
-        return {**data, "boundary": self.boundary.to_dict()}
+        return {**asdict(self), "boundary": self.boundary.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SMatMask:
@@ -257,17 +247,3 @@ class SMatMask:
             raise ValueError(f"a mask is saved as {names}, but got {list(data)}")
         plain = {**data, "boundary": schedule_from_dict(data["boundary"])}
         return object.__new__(cls)._set(*(plain[name] for name in names))
-
-
-@cache
-def _warn_once(seq_len: int, vc_dim: int, num_distant: int, geometry: Geometry) -> None:
-    """Say, once per process for the same numbers, that the theorem's lower bound does not apply."""
-    num_recent = seq_len - num_distant
-    warnings.warn(
-        f"VC = {vc_dim} is not guaranteed at T = {seq_len}, n = {num_distant}, m = {num_recent}: "
-        f"q = {geometry.field_size} has P = {geometry.num_profiles} and B = {geometry.num_types}, "
-        "but the proof needs P <= n and 2B <= m. The mask is valid and causal all the same; "
-        "a longer sequence, a smaller vc_dim or a smaller field_size would restore the guarantee.",
-        SMatWarning,
-        stacklevel=3,
-    )
