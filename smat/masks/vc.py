@@ -42,7 +42,7 @@ def shattered_set(matrix: Tensor) -> tuple[int, ...]:
     without a shattered set ends the search, since subsets of shattered sets are shattered.
     """
     support = _support(matrix)
-    distinct_rows = torch.unique(support, dim=0)
+    distinct_rows = _distinct_rows(support)
     # Equal columns get equal labels, so one of them stands for all.
     columns: dict[int, int] = {}
     for index, entries in enumerate(distinct_rows.T.int().tolist()):
@@ -106,7 +106,7 @@ def count_traces(matrix: Tensor, columns: Sequence[int] | Tensor) -> int:
     index = _column_index(support, columns)
     if index.ndim != 1:
         raise ValueError(f"columns must be one set, (k,), but their shape is {tuple(index.shape)}")
-    return len(torch.unique(support[:, index], dim=0))
+    return len(_distinct_rows(support[:, index]))
 
 
 def count_traces_of_sets(matrix: Tensor, column_sets: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def count_traces_of_sets(matrix: Tensor, column_sets: Tensor) -> Tensor:
     >>> count_traces_of_sets(torch.ones(6, 6).tril(), torch.tensor([[1, 4], [0, 1]]))
     tensor([3, 2])
     """
-    support = torch.unique(_support(matrix), dim=0)
+    support = _distinct_rows(_support(matrix))
     index = _column_index(support, column_sets)
     if index.ndim != 2 or index.shape[1] > _MAX_BATCHED_COLUMNS:
         raise ValueError(
@@ -179,6 +179,11 @@ def _support(matrix: Tensor) -> Tensor:
     if matrix.ndim != 2 or len(matrix) == 0:
         raise ValueError(f"a matrix with at least one row is needed, got {tuple(matrix.shape)}")
     return matrix != 0
+
+
+def _distinct_rows(support: Tensor) -> Tensor:
+    # torch refuses to compare rows without entries; they are all equal.
+    return torch.unique(support, dim=0) if support.shape[1] else support[:1]
 
 
 def _column_index(support: Tensor, columns: Sequence[int] | Tensor) -> Tensor:

@@ -1,0 +1,126 @@
+"""Schedules: the paper's formulas, the segments cut from them, and their plain-data form."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from smat.masks import SMatMask, doubling, kept, none, rebuilt, schedule_from_dict, window
+from smat.masks.boundary import BoundarySchedule
+
+LENGTHS = st.integers(1, 300)
+SCHEDULES = st.one_of(
+    st.just(none()),
+    st.just(doubling()),
+    st.integers(0, 200).map(kept),
+    st.integers(1, 100).map(window),
+)
+
+
+def paper_boundary(schedule, t):
+    """n(t) as the paper writes it, t counted from 1."""
+    if schedule.kind == "doubling":
+        return math.floor(2.0 ** (math.floor(math.log2(t)) - 1))
+    if schedule.kind == "window":
+        return max(0, ((t - 1) // schedule.step - 1) * schedule.step)
+    return schedule.num_distant if t > schedule.num_distant else 0
+
+
+@given(SCHEDULES, LENGTHS)
+def test_closed_form_is_the_papers(schedule, length):
+    expected = [paper_boundary(schedule, t) for t in range(1, length + 1)]
+    assert [schedule.boundary_at(position) for position in range(length)] == expected
+
+
+@given(SCHEDULES, LENGTHS)
+def test_segments_spell_out_the_closed_form(schedule, length):
+    segments = schedule.segments(length)
+    spelled = [s.boundary for s in segments for _ in range(s.start, s.stop)]
+    assert spelled == [schedule.boundary_at(position) for position in range(length)]
+    assert [s.start for s in segments] == [0, *(s.stop for s in segments[:-1])]
+    assert all(s.start < s.stop for s in segments)
+    assert segments[-1].stop == length
+    assert all(early.boundary < late.boundary for early, late in itertools.pairwise(segments))
+    assert all(s.boundary <= s.start for s in segments)
+
+
+@given(SCHEDULES, LENGTHS)
+def test_generic_lookup_agrees_with_the_closed_form(schedule, position):
+    assert BoundarySchedule.boundary_at(schedule, position) == schedule.boundary_at(position)
+
+
+@given(st.integers(1, 60), st.integers(0, 500))
+def test_window_holds_one_to_two_steps(step, position):
+    schedule = window(step)
+    num_recent = position + 1 - schedule.boundary_at(position)
+    assert num_recent <= 2 * step
+    assert num_recent > step or position < step
+
+
+@pytest.mark.parametrize(("seq_len", "chunk_size"), [(1024, 64), (1000, 64), (100, 64), (7, 1)])
+def test_rebuilt_is_half_the_length_in_whole_chunks(seq_len, chunk_size):
+    num_distant = chunk_size * (seq_len // (2 * chunk_size))
+    assert rebuilt().resolve(seq_len, chunk_size) == kept(num_distant)
+    assert SMatMask(seq_len, 1, chunk_size, boundary=rebuilt()).num_distant == num_distant
+
+
+def test_rebuilt_alone_asks_for_a_horizon():
+    with pytest.raises(ValueError, match="horizon"):
+        rebuilt().segments(64)
+    with pytest.raises(ValueError, match="horizon"):
+        rebuilt().boundary_at(3)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "moves", "horizon_free"),
+    [
+        (none(), False, True),
+        (kept(4), False, True),
+        (rebuilt(), False, False),
+        (doubling(), True, True),
+        (window(4), True, True),
+    ],
+)
+def test_what_moves_and_what_needs_a_horizon(schedule, moves, horizon_free):
+    assert (schedule.moves, schedule.horizon_free) == (moves, horizon_free)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (none(), "none()"),
+        (kept(4), "kept(4)"),
+        (rebuilt(), "rebuilt()"),
+        (doubling(), "doubling()"),
+        (window(4), "window(step=4)"),
+    ],
+)
+def test_descriptions_and_plain_data(schedule, text):
+    assert schedule.describe() == text
+    assert schedule_from_dict(schedule.to_dict()) == schedule
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"kind": "sliding"}, "sliding"),
+        ({"kind": "window"}, "window"),
+        ({"kind": "window", "step": 4, "size": 8}, "size"),
+        ({"kind": "window", "step": 0}, "0"),
+        ({}, "None"),
+    ],
+)
+def test_unknown_plain_data_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        schedule_from_dict(data)
+
+
+def test_bad_numbers_are_repeated():
+    with pytest.raises(ValueError, match="-3"):
+        kept(-3)
+    with pytest.raises(ValueError, match="-2"):
+        window(-2)
+    with pytest.raises(ValueError, match="0"):
+        doubling().segments(0)
