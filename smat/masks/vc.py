@@ -58,8 +58,13 @@ def shattered_set(matrix: Tensor) -> tuple[int, ...]:
 
 def _find_shattered(columns: list[int], num_rows: int, size: int) -> list[int] | None:
     """Find a shattered set of the given size; columns are bit sets of rows."""
-    all_rows = (1 << num_rows) - 1
-    return _extend([(num_rows, all_rows)], columns, size)
+    # Lopsided columns first: they leave the fewest candidates to those that follow.
+    lopsided_first = sorted(columns, key=lambda column: _num_rarer(column, num_rows))
+    return _extend([(num_rows, (1 << num_rows) - 1)], lopsided_first, size)
+
+
+def _num_rarer(column: int, num_rows: int) -> int:
+    return min(column.bit_count(), num_rows - column.bit_count())
 
 
 def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> list[int] | None:
