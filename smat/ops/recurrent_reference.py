@@ -1,0 +1,177 @@
+"""Recurrent backbones one token at a time: the oracle of the chunked forms (extension appendix).
+
+Plain loops, any dtype, nothing but torch; slow on purpose, so that each line can be read against
+its formula. Layouts are those of the fast paths: q, k (B, T, H, K), v (B, T, H, V), gates
+(B, T, H), states (B, H, K, V).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def decay_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Step S = e^g S + k v', o = scale S' q.
+
+    >>> ones = torch.ones(1, 3, 1, 1)
+    >>> decay_reference(ones, ones, ones)[0].flatten()
+    tensor([1., 2., 3.])
+    """
+    state = _zero_state(k, v) if initial_state is None else initial_state
+    outputs = []
+    for t in range(k.shape[1]):
+        if log_decay is not None:
+            state = log_decay[:, t].exp()[..., None, None] * state
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, 1), state
+
+
+def delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Step S = A S + beta k v' with A = e^g (I - beta k k'), o = scale S' q.
+
+    >>> k, v = torch.ones(1, 2, 1, 1), torch.tensor([3.0, 5.0]).view(1, 2, 1, 1)
+    >>> delta_rule_reference(k, k, v, torch.ones(1, 2, 1))[0].flatten()  # the second overwrites
+    tensor([3., 5.])
+    """
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    state = _zero_state(k, v) if initial_state is None else initial_state
+    outputs = []
+    for t in range(k.shape[1]):
+        state = transition_reference(k, beta, log_decay, t) @ state
+        write = beta[:, t, :, None] * k[:, t]
+        state = state + torch.einsum("bhk,bhv->bhkv", write, v[:, t])
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
+    return torch.stack(outputs, 1), state
+
+
+def transition_reference(k: Tensor, beta: Tensor, log_decay: Tensor | None, t: int) -> Tensor:
+    """Write A_t = e^g (I - beta k k') out, (B, H, K, K)."""
+    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    outer = torch.einsum("bhk,bhl->bhkl", k[:, t], k[:, t])
+    step = eye - beta[:, t, :, None, None] * outer
+    return step if log_decay is None else log_decay[:, t].exp()[..., None, None] * step
+
+
+def transport_keys_reference(k: Tensor, beta: Tensor, log_decay: Tensor | None = None) -> Tensor:
+    """Carry every beta_j k_j through A_{j+1}, ..., A_n, one transition after the other.
+
+    >>> k = torch.ones(1, 2, 1, 1)
+    >>> transport_keys_reference(k, torch.full((1, 2, 1), 0.5)).flatten()
+    tensor([0.2500, 0.5000])
+    """
+    carried: list[Tensor] = []
+    for t in range(k.shape[1]):
+        step = transition_reference(k, beta, log_decay, t)
+        carried = [torch.einsum("bhkl,bhl->bhk", step, key) for key in carried]
+        carried.append(beta[:, t, :, None] * k[:, t])
+    return torch.stack(carried, 1)
+
+
+def transport_queries_reference(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Carry every q_t back to the boundary, scale (A_t ... A_1)' q_t, and return A_T ... A_1.
+
+    >>> k = torch.ones(1, 2, 1, 1)
+    >>> transport_queries_reference(k, k, torch.full((1, 2, 1), 0.5))[0].flatten()
+    tensor([0.5000, 0.2500])
+    """
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    batch, seq_len, heads, key_dim = k.shape
+    eye = torch.eye(key_dim, dtype=k.dtype, device=k.device)
+    product = eye.expand(batch, heads, key_dim, key_dim)
+    outputs = []
+    for t in range(seq_len):
+        product = transition_reference(k, beta, log_decay, t) @ product
+        outputs.append(scale * torch.einsum("bhkl,bhk->bhl", product, q[:, t]))
+    return torch.stack(outputs, 1), product
+
+
+def profile_memory_reference(
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None,
+    profile: Tensor,
+    num_profiles: int,
+) -> Tensor:
+    """Step every profile by A_j and let the chosen one receive beta_j k_j v_j', (B, H, P, K, V).
+
+    >>> k = torch.ones(1, 2, 1, 1)
+    >>> which = torch.tensor([0, 1]).view(1, 2, 1)
+    >>> table = profile_memory_reference(k, k, torch.full((1, 2, 1), 0.5), None, which, 3)
+    >>> table.flatten()
+    tensor([0.2500, 0.5000, 0.0000])
+    """
+    table = _zero_state(k, v).unsqueeze(2).repeat(1, 1, num_profiles, 1, 1)
+    for t in range(k.shape[1]):
+        table = transition_reference(k, beta, log_decay, t).unsqueeze(2) @ table
+        chosen = torch.nn.functional.one_hot(profile[:, t], num_profiles).to(k.dtype)
+        write = beta[:, t, :, None] * k[:, t]
+        table = table + torch.einsum("bhp,bhk,bhv->bhpkv", chosen, write, v[:, t])
+    return table
+
+
+def log_linear_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+) -> Tensor:
+    """Keep one state a written token and weigh its read by the level of the pair.
+
+    Levels are bit_length(t XOR s), the last of `level_weights` (B, T, H, L) serving all above it.
+    Without `beta` a transition is e^g, with it e^g (I - beta k k') and a write beta k v'.
+
+    >>> ones, weights = torch.ones(1, 3, 1, 1), torch.tensor([1.0, 10.0, 100.0]).expand(1, 3, 1, 3)
+    >>> log_linear_reference(ones, ones, ones, weights).flatten()  # t=2: own 1, level 2 twice
+    tensor([  1.,  11., 201.])
+    """
+    written: list[Tensor] = []
+    outputs = []
+    for t in range(k.shape[1]):
+        if beta is not None:
+            step = transition_reference(k, beta, log_decay, t)
+            written = [step @ state for state in written]
+        elif log_decay is not None:
+            written = [log_decay[:, t].exp()[..., None, None] * state for state in written]
+        key = k[:, t] if beta is None else beta[:, t, :, None] * k[:, t]
+        written.append(torch.einsum("bhk,bhv->bhkv", key, v[:, t]))
+        total = _zero_state(k, v)
+        for s, state in enumerate(written):
+            level = min((t ^ s).bit_length(), level_weights.shape[-1] - 1)
+            total = total + level_weights[:, t, :, level, None, None] * state
+        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], total))
+    return torch.stack(outputs, 1)
+
+
+def _zero_state(k: Tensor, v: Tensor) -> Tensor:
+    return k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])
