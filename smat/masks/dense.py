@@ -51,7 +51,8 @@ def decay_between(log_decay: Tensor) -> Tensor:
     is_reset = torch.isneginf(log_decay)
     num_resets = is_reset.long().cumsum(-1)
     log_decay_cum = log_decay.masked_fill(is_reset, 0.0).cumsum(-1)
-    # Above the diagonal the difference is positive and could overflow before it is masked.
+    # Above the diagonal the difference is positive: its exponential could overflow, and an infinity
+    # that is masked away still spoils the gradient.
     difference = (log_decay_cum[..., :, None] - log_decay_cum[..., None, :]).clamp(max=0.0)
     was_reset = num_resets[..., :, None] != num_resets[..., None, :]
     return difference.exp().masked_fill(was_reset, 0.0).tril()

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from smat.masks import SMatMask, SMatWarning, doubling, kept, none, rebuilt, window
+from smat.masks.guarantee import warn_once
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.masks.SMatWarning")
 
@@ -219,6 +220,15 @@ def test_gates_never_give_nan_or_overflow():
     assert torch.equal(half[0, 0].bool(), SMatMask(64, 2, 8).dense())
 
 
+def test_gradients_of_the_gates_are_finite():
+    log_decay = torch.full((1, 64, 1), -1e3)
+    log_decay[0, ::3] = -float("inf")
+    log_decay.requires_grad_()
+    SMatMask(64, 2, 8).dense(log_decay=log_decay).sum().backward()
+    assert log_decay.grad is not None
+    assert log_decay.grad.isfinite().all()
+
+
 def test_dtype_and_device_of_the_written_mask():
     mask = SMatMask(16, 2, 4)
     assert mask.dense(dtype=torch.float32).dtype == torch.float32
@@ -244,6 +254,12 @@ def test_description_names_every_number():
     assert described == f"SMatMask: {expected}"
 
 
+@pytest.fixture
+def nothing_warned_yet():
+    warn_once.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_warned_yet")
 def test_warns_once_where_the_proof_does_not_apply():
     with pytest.warns(SMatWarning, match=r"T = 84, n = 40, m = 44.*P = 25 and B = 30"):
         mask = SMatMask(84, 3, 20)
@@ -253,6 +269,7 @@ def test_warns_once_where_the_proof_does_not_apply():
         SMatMask(84, 3, 20)
 
 
+@pytest.mark.usefixtures("nothing_warned_yet")
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "build",
