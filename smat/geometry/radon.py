@@ -60,38 +60,49 @@ def tabulation_cost(field_size: int, ambient_dim: int, method: str = "factored")
 
 
 def tabulate_tables(
-    table: Tensor, field_size: int, ambient_dim: int, method: str = "factored"
+    table: Tensor,
+    field_size: int,
+    ambient_dim: int,
+    method: str = "factored",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Apply C to a stack of tables, (N, P, S) -> (N, B, S), in the table's own dtype."""
+    num_types = max(1, field_size * hyperplanes.count_directions(field_size, ambient_dim))
+    if out is None:
+        out = table.new_empty(len(table), num_types, table.shape[-1])
     if method == "dense":
         incidence = hyperplanes.incidence(field_size, ambient_dim, table.device)
-        return torch.matmul(incidence.to(table.dtype), table)
+        return torch.matmul(incidence.to(table.dtype), table, out=out)
     transform = _tabulate_block if method == "factored" else _tabulate_block_by_incidence
-    num_types = field_size * hyperplanes.count_directions(field_size, ambient_dim)
-    return _by_blocks(transform, table, max(1, num_types), field_size, ambient_dim)
+    return _by_blocks(transform, table, out, field_size, ambient_dim)
 
 
 def backproject_tables(
-    table: Tensor, field_size: int, ambient_dim: int, method: str = "factored"
+    table: Tensor,
+    field_size: int,
+    ambient_dim: int,
+    method: str = "factored",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Apply C' to a stack of tables, (N, B, S) -> (N, P, S): the adjoint of tabulating."""
+    if out is None:
+        out = table.new_empty(len(table), field_size**ambient_dim, table.shape[-1])
     if method == "dense":
         incidence = hyperplanes.incidence(field_size, ambient_dim, table.device)
-        return torch.matmul(incidence.to(table.dtype).mT, table)
+        return torch.matmul(incidence.to(table.dtype).mT, table, out=out)
     transform = _backproject_block if method == "factored" else _backproject_block_by_incidence
-    return _by_blocks(transform, table, field_size**ambient_dim, field_size, ambient_dim)
+    return _by_blocks(transform, table, out, field_size, ambient_dim)
 
 
 def _by_blocks(
-    transform: Callable[[Tensor, int, int], Tensor],
+    transform: Callable[[Tensor, int, int], list[Tensor]],
     table: Tensor,
-    num_rows: int,
+    out: Tensor,
     field_size: int,
     ambient_dim: int,
 ) -> Tensor:
     """Run a transform of (rows, columns) tables over blocks of columns that fit in cache."""
     num_tables, _, num_columns = table.shape
-    out = table.new_empty(num_tables, num_rows, num_columns)
     block = max(MIN_BLOCK_COLUMNS, SLAB_ELEMENTS // field_size**2)
     if table.device.type != "cpu":
         block = max(1, num_tables * num_columns)
@@ -101,42 +112,49 @@ def _by_blocks(
         for column in range(0, num_columns, block):
             columns = slice(column, column + block)
             piece = table[tables, :, columns].transpose(0, 1)
-            rows = transform(piece.reshape(len(piece), -1), field_size, ambient_dim)
-            out[tables, :, columns] = rows.reshape(num_rows, *piece.shape[1:]).transpose(0, 1)
+            row = 0
+            for rows in transform(piece.reshape(len(piece), -1), field_size, ambient_dim):
+                target = out[tables, row : row + len(rows), columns]
+                target.copy_(rows.reshape(len(rows), *piece.shape[1:]).transpose(0, 1))
+                row += len(rows)
     return out
 
 
-def _tabulate_block(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
+def _tabulate_block(table: Tensor, field_size: int, ambient_dim: int) -> list[Tensor]:
+    """Return the type table as its runs of rows: leading 1 in the first coordinate, then on."""
     if ambient_dim < 2:
-        return table
+        return [table]
     sheared = table
     for index in shear_indices(field_size, ambient_dim, table.device):
         sheared = _sum_rows(sheared, index)
     lower = table.reshape(field_size, -1, table.shape[1]).sum(0)
-    return torch.cat([sheared, _tabulate_block(lower, field_size, ambient_dim - 1)])
+    return [sheared, *_tabulate_block(lower, field_size, ambient_dim - 1)]
 
 
-def _backproject_block(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
+def _backproject_block(table: Tensor, field_size: int, ambient_dim: int) -> list[Tensor]:
     if ambient_dim < 2:
-        return table
+        return [table]
     num_sheared = field_size**ambient_dim
     spread = table[:num_sheared]
     for index in unshear_indices(field_size, ambient_dim, table.device):
         spread = _sum_rows(spread, index)
-    lower = _backproject_block(table[num_sheared:], field_size, ambient_dim - 1)
-    return (spread.reshape(field_size, -1, table.shape[1]) + lower).reshape(num_sheared, -1)
+    (lower,) = _backproject_block(table[num_sheared:], field_size, ambient_dim - 1)
+    spread.view(field_size, -1, table.shape[1]).add_(lower)
+    return [spread]
 
 
-def _tabulate_block_by_incidence(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
+def _tabulate_block_by_incidence(table: Tensor, field_size: int, ambient_dim: int) -> list[Tensor]:
     if ambient_dim == 0:
-        return table
-    return _sum_rows(table, incident_points(field_size, ambient_dim, table.device))
+        return [table]
+    return [_sum_rows(table, incident_points(field_size, ambient_dim, table.device))]
 
 
-def _backproject_block_by_incidence(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
+def _backproject_block_by_incidence(
+    table: Tensor, field_size: int, ambient_dim: int
+) -> list[Tensor]:
     if ambient_dim == 0:
-        return table
-    return _sum_rows(table, incident_types(field_size, ambient_dim, table.device))
+        return [table]
+    return [_sum_rows(table, incident_types(field_size, ambient_dim, table.device))]
 
 
 def _sum_rows(table: Tensor, index: Tensor) -> Tensor:

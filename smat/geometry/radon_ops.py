@@ -12,7 +12,7 @@ from smat.geometry import hyperplanes, radon
 
 
 def _run(
-    transform: Callable[[Tensor, int, int, str], Tensor],
+    transform: Callable[..., Tensor],
     table: Tensor,
     field_size: int,
     ambient_dim: int,
@@ -21,8 +21,6 @@ def _run(
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
     stack = wide.reshape(-1, *wide.shape[-2:]).contiguous()
     rows = transform(stack, field_size, ambient_dim, method)
-    if rows.data_ptr() == table.data_ptr():
-        rows = rows.clone()
     return rows.reshape(*table.shape[:-2], *rows.shape[-2:]).to(table.dtype)
 
 

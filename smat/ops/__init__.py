@@ -1,0 +1,6 @@
+"""Operations on features and values; none owns a parameter."""
+
+from smat.ops.interface import smat_attention
+from smat.ops.reference import reference_attention
+
+__all__ = ["reference_attention", "smat_attention"]

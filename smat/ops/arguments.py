@@ -1,0 +1,182 @@
+"""Check the arguments of attention, with the caller's numbers in every complaint."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smat.masks import SMatMask
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    *,
+    log_decay: Tensor | None,
+    key_gate: Tensor | None,
+    write_weight: Tensor | None,
+    profile: Tensor | None,
+    query_type: Tensor | None,
+    positions: Tensor | None,
+    attention_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    output_final_state: bool,
+) -> None:
+    """Refuse what does not fit; nothing is silently broadcast or truncated."""
+    _check_qkv(q, k, v)
+    if cu_seqlens is None:
+        mask.check_length(k.shape[1])
+    for name, gate in (
+        ("log_decay", log_decay), ("key_gate", key_gate), ("write_weight", write_weight),
+    ):  # fmt: skip
+        if gate is not None:
+            _check_per_token(name, gate, q, k)
+            if not gate.dtype.is_floating_point:
+                raise ValueError(f"{name} must be floating-point, got {gate.dtype}")
+    if log_decay is not None:
+        _check_values(
+            bool((log_decay <= 0).all()), f"log_decay must be at most 0, got {_largest(log_decay)}"
+        )
+    for name, index, limit in (
+        ("profile", profile, mask.geometry.num_profiles),
+        ("query_type", query_type, mask.geometry.num_types),
+    ):
+        if index is not None and cu_seqlens is None:
+            _check_index(name, index, limit, mask)
+        if index is not None:
+            _check_per_token(name, index, q, q if name == "query_type" else k)
+    _check_positions(positions, q.shape[1])
+    _check_padding(attention_mask, cu_seqlens, q)
+    _check_packing(cu_seqlens, q, profile, query_type, mask)
+
+
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must be (batch, time, heads, width), got shape {tuple(x.shape)}"
+            )
+        if not x.dtype.is_floating_point:
+            raise ValueError(f"{name} must be floating-point, got {x.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must share a device, got {q.device}, {k.device}, {v.device}")
+    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            "q, k and v must share batch and time, and k and v their heads, got "
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must share a width, got {q.shape[3]} and {k.shape[3]}")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"the number of query heads must be a multiple of the key heads, got {q.shape[2]} and "
+            f"{k.shape[2]}"
+        )
+
+
+def _check_per_token(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
+    if x.ndim != 3 or x.shape[:2] != q.shape[:2] or x.shape[2] not in (q.shape[2], k.shape[2]):
+        heads = " or ".join(str(count) for count in sorted({k.shape[2], q.shape[2]}))
+        raise ValueError(
+            f"{name} must be (batch, time, heads) = ({q.shape[0]}, {q.shape[1]}, {heads}), "
+            f"got {tuple(x.shape)}"
+        )
+
+
+def _check_index(name: str, index: Tensor, limit: int, mask: SMatMask) -> None:
+    if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
+        raise ValueError(f"{name} must hold integers, got {index.dtype}")
+    _check_values(
+        bool(((index >= 0) & (index < limit)).all()),
+        f"{name} must lie in [0, {limit}) for {mask.describe()}, got values from "
+        f"{_smallest(index)} to {_largest(index)}",
+    )
+
+
+def _check_positions(positions: Tensor | None, length: int) -> None:
+    if positions is None:
+        return
+    if positions.ndim != 1 or positions.dtype.is_floating_point or positions.dtype == torch.bool:
+        raise ValueError(
+            f"positions must be a vector of integers, got {positions.dtype} of shape "
+            f"{tuple(positions.shape)}"
+        )
+    _check_values(
+        bool(((positions >= 0) & (positions < length)).all()),
+        f"positions must lie in [0, {length}), got values from {_smallest(positions)} to "
+        f"{_largest(positions)}",
+    )
+
+
+def _check_padding(attention_mask: Tensor | None, cu_seqlens: Tensor | None, q: Tensor) -> None:
+    if attention_mask is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("attention_mask and cu_seqlens exclude each other: pack or pad, not both")
+    if attention_mask.shape != q.shape[:2]:
+        raise ValueError(
+            f"attention_mask must be (batch, time) = {tuple(q.shape[:2])}, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+
+
+def _check_packing(
+    cu_seqlens: Tensor | None,
+    q: Tensor,
+    profile: Tensor | None,
+    query_type: Tensor | None,
+    mask: SMatMask,
+) -> None:
+    if cu_seqlens is None:
+        return
+    if q.shape[0] != 1:
+        raise ValueError(f"packed sequences come in a batch of 1, got {q.shape[0]}")
+    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype.is_floating_point:
+        raise ValueError(
+            f"cu_seqlens must be a vector of at least two integers, got {cu_seqlens.dtype} of shape "
+            f"{tuple(cu_seqlens.shape)}"
+        )
+    edges = cu_seqlens.tolist()
+    if edges[0] != 0 or edges[-1] != q.shape[1] or sorted(edges) != edges:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the packed length {q.shape[1]}, got {edges}"
+        )
+    for start, stop in zip(edges, edges[1:], strict=False):
+        if stop == start:
+            continue
+        own = mask.for_length(stop - start)
+        for name, index, limit in (
+            ("profile", profile, own.geometry.num_profiles),
+            ("query_type", query_type, own.geometry.num_types),
+        ):
+            if index is not None:
+                _check_index(name, index[:, start:stop], limit, own)
+
+
+def _check_values(fine: bool, complaint: str) -> None:
+    if not fine:
+        raise ValueError(complaint)
+
+
+def _largest(x: Tensor) -> float | int:
+    return x.max().item() if x.numel() else 0
+
+
+def _smallest(x: Tensor) -> float | int:
+    return x.min().item() if x.numel() else 0
+
+
+def one_per_head(q: Tensor, k: Tensor, v: Tensor, *per_token: Tensor | None) -> tuple[Tensor, ...]:
+    """Give gates and keys the same heads: where a gate differs between query heads, keys must too."""
+    num_heads, num_key_heads = q.shape[2], k.shape[2]
+    if all(x is None or x.shape[2] == num_key_heads for x in per_token):
+        return (k, v, *per_token)  # type: ignore[return-value]
+    return tuple(
+        x if x is None or x.shape[2] == num_heads
+        else x.repeat_interleave(num_heads // num_key_heads, 2)
+        for x in (k, v, *per_token)
+    )  # type: ignore[return-value]  # fmt: skip

@@ -1,0 +1,88 @@
+"""Non-negative feature maps for queries and keys (Section 2, finite-feature attention)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+FeatureMap = str | Callable[[Tensor], Tensor]
+
+# Maps that the op applies tile by tile, and whose derivative follows from their value.
+POINTWISE = ("elu", "relu", "identity")
+
+
+def pointwise(name: str, x: Tensor) -> Tensor:
+    """Apply a pointwise map.
+
+    >>> pointwise("elu", torch.tensor([-1.0, 2.0]))
+    tensor([0.3679, 3.0000])
+
+    elu(x) + 1 = max(exp(min(x, 0)), x + 1), which keeps the digits of exp(x) that adding 1 to
+    expm1(x) would lose.
+    """
+    if name == "elu":
+        return torch.maximum(x.clamp(max=0).exp_(), x + 1)
+    if name == "relu":
+        return x.clamp(min=0)
+    return x
+
+
+def pointwise_backward_(name: str, value: Tensor, grad: Tensor) -> Tensor:
+    """Turn the gradient of a map's value into that of its argument, in place."""
+    if name == "elu":
+        return grad.mul_(value.clamp(max=1))
+    if name == "relu":
+        return grad.mul_(value > 0)
+    return grad
+
+
+class Favor:
+    """Performer's positive random features of the softmax kernel, with a fixed seed.
+
+    >>> features = Favor(num_features=256)
+    >>> x = torch.tensor([[0.5, -0.3, 0.2]])
+    >>> bool((features(x) > 0).all()), features(x).shape[-1]
+    (True, 256)
+
+    phi(x) = exp(w . x - |x|^2 / 2) / sqrt(r) with Gaussian w, orthogonal in blocks of the key
+    dimension, so that E[phi(q) . phi(k)] = exp(q . k); q and k are scaled by K^(-1/4) first, which
+    makes it exp(q . k / sqrt(K)).
+    """
+
+    def __init__(self, num_features: int | None = None, seed: int = 0) -> None:
+        self.num_features = num_features
+        self.seed = seed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map (..., K) to (..., r)."""
+        key_dim = x.shape[-1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)) * key_dim**-0.25
+        num_features = self.num_features or key_dim
+        weights = _orthogonal_gaussian(num_features, key_dim, self.seed).to(wide)
+        exponent = wide @ weights.T - wide.square().sum(-1, keepdim=True) / 2
+        return (exponent.exp() * num_features**-0.5).to(x.dtype)
+
+
+def _orthogonal_gaussian(num_rows: int, num_columns: int, seed: int) -> Tensor:
+    """Draw Gaussian rows, orthogonal within blocks of as many rows as columns."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = -(-num_rows // num_columns)
+    shape = (num_blocks, num_columns, num_columns)
+    draws = torch.randn(shape, generator=generator, dtype=torch.float64)
+    rotations = torch.linalg.qr(draws).Q
+    lengths = torch.randn(shape, generator=generator, dtype=torch.float64).norm(dim=-1)
+    return (rotations * lengths.unsqueeze(-1)).flatten(0, 1)[:num_rows]
+
+
+def split_feature_map(feature_map: FeatureMap) -> tuple[str, Callable[[Tensor], Tensor] | None]:
+    """Return the pointwise map for the op, and a map to apply before it, if there is one."""
+    if callable(feature_map):
+        return "identity", feature_map
+    if feature_map == "favor":
+        return "identity", Favor()
+    if feature_map not in POINTWISE:
+        names = ", ".join((*POINTWISE, "favor"))
+        raise ValueError(f"feature_map must be one of {names} or a callable, got {feature_map!r}")
+    return feature_map, None

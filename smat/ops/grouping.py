@@ -1,0 +1,148 @@
+"""Tokens that share a table entry: sums of outer products, and reads, by group (equation 6).
+
+Distant keys are grouped by profile, recent queries by type. Three products are all that the long
+range needs, forward and backward, with ``left`` (N, T, r), ``right`` (N, T, p), and a table of one
+r x p state per row and group, stored feature-major as (r, N, groups, p):
+
+    outer_sum    table[:, x] = sum over t in group x of left_t right_t'     pool, and the adjoint of read
+    read         right_t     = left_t' table[x(t)]                         read, and a gradient of pool
+    read_left    left_t      = table[x(t)] right_t                         the other gradients
+
+Feature-major, because one feature's table of (groups, p) is contiguous: it tabulates as it lies, and
+the products with it are strided batched GEMMs. No product ever forms a state per token.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Grouping(Protocol):
+    """Tokens of N rows, each in one of ``num_groups`` groups of its row."""
+
+    num_groups: int
+
+    def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum left_t right_t' over each group, -> (r, N, groups, p)."""
+
+    def read(self, left: Tensor, table: Tensor) -> Tensor:
+        """Contract each token's left vector with its group's state, -> (N, T, p)."""
+
+    def read_left(self, right: Tensor, table: Tensor) -> Tensor:
+        """Contract each token's right vector with its group's state, -> (N, T, r)."""
+
+
+class PeriodicGroups:
+    """Token t of a run belongs to group (first + t) mod num_groups: reshapes, no sort, no gather.
+
+    >>> groups = PeriodicGroups(num_groups=2, first=1)
+    >>> groups.outer_sum(torch.ones(1, 3, 1), torch.tensor([[[1.0], [2.0], [4.0]]])).flatten()
+    tensor([2., 5.])
+    """
+
+    def __init__(self, num_groups: int, first: int) -> None:
+        self.num_groups = num_groups
+        self.first = first % num_groups
+
+    def _grid(self, x: Tensor) -> Tensor:
+        """(N, T, f) -> (N groups, turns, f), zeros where a turn is not full."""
+        num_rows, length, width = x.shape
+        num_turns = -(-(self.first + length) // self.num_groups)
+        grid = x.new_empty(num_turns, num_rows, self.num_groups, width)
+        by_row = grid.transpose(0, 1)
+        stop = self.first + length
+        if num_rows == 1:
+            flat = grid.view(-1, width)
+            flat[: self.first] = 0
+            flat[self.first : stop] = x[0]
+            flat[stop:] = 0
+        else:
+            padded = F.pad(x, (0, 0, self.first, num_turns * self.num_groups - stop))
+            by_row.copy_(padded.view(num_rows, num_turns, self.num_groups, width))
+        return grid.view(num_turns, -1, width).transpose(0, 1)
+
+    def _from_grid(self, grid: Tensor, num_rows: int, length: int) -> Tensor:
+        """(N groups, turns, f) -> (N, T, f)."""
+        turns = grid.transpose(0, 1).unflatten(1, (num_rows, self.num_groups))
+        flat = turns.transpose(0, 1).flatten(1, 2)
+        return flat[:, self.first : self.first + length]
+
+    def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum left_t right_t' over each group, -> (r, N, groups, p)."""
+        table = left.new_empty(left.shape[-1], len(left), self.num_groups, right.shape[-1])
+        torch.bmm(self._grid(left).mT, self._grid(right), out=table.flatten(1, 2).transpose(0, 1))
+        return table
+
+    def read(self, left: Tensor, table: Tensor) -> Tensor:
+        """Contract each token's left vector with its group's state, -> (N, T, p)."""
+        return self._read(left, table.flatten(1, 2).transpose(0, 1))
+
+    def read_left(self, right: Tensor, table: Tensor) -> Tensor:
+        """Contract each token's right vector with its group's state, -> (N, T, r)."""
+        return self._read(right, table.flatten(1, 2).permute(1, 2, 0))
+
+    def _read(self, x: Tensor, states: Tensor) -> Tensor:
+        grid = self._grid(x)
+        out = x.new_empty(grid.shape[1], grid.shape[0], states.shape[-1]).transpose(0, 1)
+        torch.bmm(grid, states, out=out)
+        return self._from_grid(out, *x.shape[:2])
+
+
+class SortedGroups:
+    """Each token names its group, ``index`` (N, T): tokens are sorted by group, groups summed.
+
+    >>> groups = SortedGroups(torch.tensor([[1, 0, 1]]), num_groups=2)
+    >>> groups.outer_sum(torch.ones(1, 3, 1), torch.tensor([[[1.0], [2.0], [4.0]]])).flatten()
+    tensor([2., 5.])
+
+    The sums are weighted ``embedding_bag`` reductions, one feature at a time: they take groups of
+    any size without padding and accumulate in registers.
+    """
+
+    def __init__(self, index: Tensor, num_groups: int) -> None:
+        self.num_groups = num_groups
+        num_rows = len(index)
+        row = torch.arange(num_rows, device=index.device)
+        self.entry = (row[:, None] * num_groups + index).flatten()  # group numbers over all rows
+        self.order = self.entry.argsort(stable=True)
+        counts = torch.bincount(self.entry, minlength=num_rows * num_groups)
+        self.offsets = counts.cumsum(0) - counts
+
+    def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
+        """Sum left_t right_t' over each group, -> (r, N, groups, p)."""
+        weights = left.flatten(0, 1)[self.order].T.contiguous()
+        values = right.flatten(0, 1).contiguous()
+        table = left.new_empty(len(weights), len(self.offsets), values.shape[-1])
+        for feature, weight in enumerate(weights):
+            table[feature] = F.embedding_bag(
+                self.order, values, self.offsets, mode="sum", per_sample_weights=weight
+            )
+        return table.unflatten(1, (len(left), self.num_groups))
+
+    def _samples(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """List, for every token in sorted order, the table rows of all features."""
+        key_dim, num_entries = table.shape[0], table.shape[1] * self.num_groups
+        feature = torch.arange(key_dim, device=table.device) * num_entries
+        rows = (self.entry[self.order][:, None] + feature).flatten()
+        bags = torch.arange(0, len(rows), key_dim, device=table.device)
+        return table.reshape(-1, table.shape[-1]), rows, bags
+
+    def read(self, left: Tensor, table: Tensor) -> Tensor:
+        """Contract each token's left vector with its group's state, -> (N, T, p)."""
+        states, rows, bags = self._samples(table)
+        weights = left.flatten(0, 1)[self.order].flatten()
+        sums = F.embedding_bag(rows, states, bags, mode="sum", per_sample_weights=weights)
+        return torch.empty_like(sums).index_copy_(0, self.order, sums).view(*left.shape[:2], -1)
+
+    def read_left(self, right: Tensor, table: Tensor) -> Tensor:
+        """Contract each token's right vector with its group's state, -> (N, T, r)."""
+        states, rows, bags = self._samples(table)
+        bag_of_row = torch.arange(len(bags), device=rows.device).repeat_interleave(len(table))
+        dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            right.flatten(0, 1)[self.order], states, rows, bags, bag_of_row, 0
+        ).view(len(bags), -1)
+        return torch.empty_like(dots).index_copy_(0, self.order, dots).view(*right.shape[:2], -1)

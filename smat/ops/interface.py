@@ -1,0 +1,119 @@
+"""The public function: arguments checked, padding and packing resolved, then Algorithm 1."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from smat.masks import SMatMask
+from smat.ops.arguments import check_arguments, one_per_head
+from smat.ops.backend import choose_backend
+from smat.ops.feature_maps import FeatureMap, split_feature_map
+from smat.ops.operator import attend
+from smat.ops.padding import Padding
+
+if TYPE_CHECKING:
+    from smat.ops.decode import SMatState
+
+
+def smat_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    *,
+    feature_map: FeatureMap = "elu",
+    log_decay: Tensor | None = None,
+    key_gate: Tensor | None = None,
+    write_weight: Tensor | None = None,
+    profile: Tensor | None = None,
+    query_type: Tensor | None = None,
+    normalize: bool = True,
+    positions: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    output_final_state: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, SMatState | None]:
+    """Attend under an SMat mask, in work linear in T for every VC dimension.
+
+    >>> import smat
+    >>> mask = smat.SMatMask(seq_len=256, vc_dim=3, chunk_size=32)
+    >>> q, k, v = torch.randn(3, 2, 256, 4, 16)
+    >>> out, state = smat.smat_attention(q, k, v, mask)
+    >>> out.shape, state
+    (torch.Size([2, 256, 4, 16]), None)
+
+    o_i = sum_j M_ij (phi_i . psi_j) v_j / sum_j M_ij (phi_i . psi_j), with phi = feature_map(q) and
+    psi = key_gate * feature_map(k) (equation 3); gates multiply M_ij by exp(lambda_i - lambda_j).
+
+    Args:
+        q: Queries (B, T, H, K); T may be shorter than ``mask.seq_len``: the leading block is meant.
+        k: Keys (B, T, Hkv, K) with Hkv dividing H: H / Hkv consecutive query heads share a key head.
+        v: Values (B, T, Hkv, V).
+        mask: Who sees whom.
+        feature_map: "elu" (elu + 1), "relu", "identity", "favor" (Performer's positive random
+            features), or a callable with non-negative output.
+        log_decay: Natural logarithm of each token's decay, at most 0; -inf forgets all before it.
+        key_gate: h_j >= 0, scales what a token writes.
+        write_weight: Scales only what a token writes to its profile: the straight-through weight.
+        profile: The profile that each token writes to, instead of the positional one.
+        query_type: The type that each query reads, instead of the positional one.
+        normalize: Divide by the sum of weights; a row that sees nothing gives 0.
+        positions: Compute the output only at these positions, (R,): pooling plus R reads.
+        attention_mask: (B, T), 0 for padding on either side. Each row gives what its real tokens
+            alone would give; padding writes nothing, decays nothing, and its output is 0.
+        cu_seqlens: (S + 1,) edges of sequences packed along T, B = 1; each gives what it would give
+            alone under ``mask.for_length(its length)``.
+        output_final_state: Return the state from which ``state.step`` decodes on (not differentiable).
+        backend: "auto", "torch".
+
+    Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of
+    them that is given so, one for each query head.
+    """
+    choose_backend(backend, q)
+    check_arguments(
+        q, k, v, mask, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,
+        profile=profile, query_type=query_type, positions=positions,
+        attention_mask=attention_mask, cu_seqlens=cu_seqlens, output_final_state=output_final_state,
+    )  # fmt: skip
+    pointwise, before = split_feature_map(feature_map)
+    if before is not None:
+        q, k = before(q), before(k)
+    k, v, log_decay, key_gate, write_weight, profile = one_per_head(
+        q, k, v, log_decay, key_gate, write_weight, profile
+    )
+    padding = Padding(attention_mask)
+    q, k, v, log_decay, key_gate, write_weight, profile, query_type = padding.remove(
+        q, k, v, log_decay, key_gate, write_weight, profile, query_type
+    )
+    rows = None if positions is None or padding.moves else positions
+    order = None
+    if rows is not None:
+        rows, order = torch.sort(rows.long())
+        q = q[:, rows]
+        query_type = None if query_type is None else query_type[:, rows]
+    recipe = json.dumps(mask.to_dict())
+    out, _ = attend(
+        q, k, v, log_decay, key_gate, write_weight, profile, query_type, rows, cu_seqlens,
+        recipe, pointwise, normalize,
+    )  # fmt: skip
+    if order is not None:
+        out = out[:, torch.argsort(order)]
+        out = out if attention_mask is None else padding.hide(out, positions)
+    else:
+        out = padding.restore(out)
+        out = out if positions is None else out[:, positions]
+    state = None
+    if output_final_state:
+        from smat.ops.decode import SMatState
+
+        state = SMatState.after(
+            k, v, mask, feature_map=pointwise, log_decay=log_decay, key_gate=key_gate,
+            write_weight=write_weight, profile=profile, normalize=normalize,
+            lengths=padding.lengths, cu_seqlens=cu_seqlens, num_query_heads=q.shape[2],
+        )  # fmt: skip
+    return out, state

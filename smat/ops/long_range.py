@@ -1,0 +1,208 @@
+"""The long-range branch: pool by profile, tabulate, read by type (equation 6, adjoint 11).
+
+The boundary may move: whenever it does, the keys that become distant are pooled and folded into
+the type table, ``U <- decay U + C pool(new keys)``. A boundary that stays is the case of one fold.
+
+With gates, a key is pooled with exp(lambda_n - lambda_j) and a query reads with
+exp(lambda_i - lambda_n), n the boundary: both are at most 1 (lemma "Gated SMat").
+
+Work is O(T r p) for pooling and reading, and (d-2) q^d r p for each fold. Tables are held for a
+block of features at a time, feature-major, so that at d = 4 no whole table ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smat.geometry import Geometry
+from smat.geometry.radon import backproject_tables, tabulate_tables
+from smat.masks import Segment, SMatMask
+from smat.ops.decay import LogDecay
+from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
+
+TABLE_BYTES = 24 << 20  # of one profile table: below the size at which malloc gives pages back
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Who writes where and who reads what, for N rows: positional unless given by content."""
+
+    mask: SMatMask
+    segments: tuple[Segment, ...]
+    profile: Tensor | None = None  # (N, T)
+    query_type: Tensor | None = None  # (N, G, R)
+    positions: Tensor | None = None  # (R,), sorted: the queries that there are
+
+    @property
+    def geometry(self) -> Geometry:
+        """The geometry whose points and hyperplanes the routing names."""
+        return self.mask.geometry
+
+    def folds(self) -> list[Segment]:
+        """The segments with distant keys; each begins with a fold."""
+        return [segment for segment in self.segments if segment.boundary > 0]
+
+    def keys(self, start: int, stop: int) -> Grouping:
+        """Group the keys of a range by profile."""
+        num_profiles = self.geometry.num_profiles
+        if self.profile is None:
+            return PeriodicGroups(num_profiles, start)
+        return SortedGroups(self.profile[:, start:stop], num_profiles)
+
+    def taken(self, segment: Segment) -> slice:
+        """Say which of the queries belong to a segment."""
+        if self.positions is None:
+            return slice(segment.start, segment.stop)
+        edges = torch.tensor([segment.start, segment.stop], device=self.positions.device)
+        return slice(*torch.searchsorted(self.positions, edges).tolist())
+
+    def at(self, segment: Segment, device: torch.device) -> Tensor:
+        """Return the positions of a segment's queries."""
+        if self.positions is None:
+            return torch.arange(segment.start, segment.stop, device=device)
+        return self.positions[self.taken(segment)]
+
+    def queries(self, segment: Segment, head: int, num_rows: int) -> Grouping:
+        """Group a segment's queries by type, one head of the group at a time."""
+        num_types = self.geometry.num_types
+        if self.query_type is not None:
+            return SortedGroups(self.query_type[:, head, self.taken(segment)], num_types)
+        if self.positions is None:
+            return PeriodicGroups(num_types, segment.start + 1 - self.mask.schedule.anchor)
+        index = self.mask.query_type(self.positions[self.taken(segment)])
+        return SortedGroups(index.expand(num_rows, -1), num_types)
+
+
+@dataclass(frozen=True)
+class LongRangeBranch:
+    """Keys, values and gates of some rows, and where they go."""
+
+    psi: Tensor
+    v: Tensor
+    decay: LogDecay | None
+    routing: Routing
+
+    def forward(self, phi: Tensor, y: Tensor) -> None:
+        """Add the branch to y."""
+        for features in self._feature_blocks():
+            for segment, table in self._type_tables(features):
+                taken = self.routing.taken(segment)
+                if taken.stop == taken.start:
+                    continue
+                for head in range(phi.shape[1]):
+                    queries = self.routing.queries(segment, head, len(phi))
+                    answer = queries.read(phi[:, head, taken, features], table)
+                    if self.decay is not None:
+                        answer = answer * self._since_boundary(self.decay, segment)
+                    y[:, head, taken] += answer
+
+    def backward(
+        self, phi: Tensor, grad_y: Tensor, grad_phi: Tensor, grad_psi: Tensor, grad_v: Tensor
+    ) -> None:
+        """Add the branch's gradients.
+
+        The type tables are folded again, forwards, for the queries' gradients; the keys' gradients
+        come from a table of gradients that is folded backwards, since a key that is distant for one
+        query is distant for every later one.
+        """
+        for features in self._feature_blocks():
+            for segment, table in self._type_tables(features):
+                taken = self.routing.taken(segment)
+                if taken.stop == taken.start:
+                    continue
+                for head in range(phi.shape[1]):
+                    queries = self.routing.queries(segment, head, len(phi))
+                    grad = queries.read_left(self._scaled(grad_y, segment, head), table)
+                    grad_phi[:, head, taken, features] += grad
+            self._keys_backward(phi, grad_y, grad_psi, grad_v, features)
+
+    def _keys_backward(
+        self, phi: Tensor, grad_y: Tensor, grad_psi: Tensor, grad_v: Tensor, features: slice
+    ) -> None:
+        folds = self.routing.folds()
+        starts = [0, *(segment.boundary for segment in folds)][:-1]
+        grad_table: Tensor | None = None
+        for segment, start in zip(reversed(folds), reversed(starts), strict=True):
+            taken, stop = self.routing.taken(segment), segment.boundary
+            num_heads = phi.shape[1] if taken.stop > taken.start else 0
+            for head in range(num_heads):
+                queries = self.routing.queries(segment, head, len(phi))
+                asked = queries.outer_sum(
+                    phi[:, head, taken, features], self._scaled(grad_y, segment, head)
+                )
+                grad_table = asked if grad_table is None else grad_table.add_(asked)
+            if grad_table is None:  # no query from here on
+                continue
+            grad_pooled = self._transform(backproject_tables, grad_table)
+            keys = self.routing.keys(start, stop)
+            grad = keys.read_left(self.v[:, start:stop], grad_pooled)
+            if self.decay is not None:
+                grad = grad * self._until_boundary(self.decay, start, stop)
+                grad_table *= self._between_boundaries(self.decay, start, stop)
+            grad_psi[:, start:stop, features] += grad
+            grad_v[:, start:stop] += keys.read(
+                self._at_boundary(start, stop, features), grad_pooled
+            )
+
+    def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
+        """Give every segment its type table: U <- decay U + C F, F of the keys that became distant."""
+        table: Tensor | None = None
+        start = 0
+        for segment in self.routing.folds():
+            stop = segment.boundary
+            keys = self.routing.keys(start, stop)
+            pooled = keys.outer_sum(self._at_boundary(start, stop, features), self.v[:, start:stop])
+            folded = self._transform(tabulate_tables, pooled)
+            if table is not None:
+                if self.decay is not None:
+                    table *= self._between_boundaries(self.decay, start, stop)
+                folded += table
+            table, start = folded, stop
+            yield segment, table
+
+    def _transform(self, transform: Callable[..., Tensor], table: Tensor) -> Tensor:
+        """Tabulate or back-project (r, N, ., p) tables."""
+        geometry = self.routing.geometry
+        rows = transform(table.flatten(0, 1), geometry.field_size, geometry.ambient_dim)
+        return rows.unflatten(0, table.shape[:2])
+
+    def _feature_blocks(self) -> Iterator[slice]:
+        """Cut the features so that one block's table stays small."""
+        key_dim = self.psi.shape[-1]
+        row_size = self.v.shape[-1] * self.v.element_size()
+        per_feature = len(self.psi) * self.routing.geometry.num_types * row_size
+        num_blocks = -(-key_dim * per_feature // TABLE_BYTES)
+        width = -(-key_dim // min(num_blocks, key_dim)) if num_blocks else key_dim
+        for start in range(0, key_dim, width):
+            yield slice(start, start + width)
+
+    def _at_boundary(self, start: int, stop: int, features: slice) -> Tensor:
+        """Take a range of keys as they arrive at its end."""
+        keys = self.psi[:, start:stop, features]
+        return keys if self.decay is None else keys * self._until_boundary(self.decay, start, stop)
+
+    def _until_boundary(self, decay: LogDecay, start: int, stop: int) -> Tensor:
+        """What is left of every key of a range at its end, (N, t, 1)."""
+        after = torch.arange(start + 1, stop + 1, device=self.psi.device)
+        left = decay.between(torch.full_like(after, stop), after, self.psi.dtype)
+        return left.unsqueeze(-1)
+
+    def _since_boundary(self, decay: LogDecay, segment: Segment) -> Tensor:
+        """What is left of the type table at each query of a segment, (N, t, 1)."""
+        after = self.routing.at(segment, self.psi.device) + 1
+        boundary = torch.full_like(after, segment.boundary)
+        return decay.between(after, boundary, self.psi.dtype).unsqueeze(-1)
+
+    def _between_boundaries(self, decay: LogDecay, earlier: int, later: int) -> Tensor:
+        """What a move of the boundary leaves of the type table, (1, N, 1, 1)."""
+        edge = torch.tensor([later, earlier], device=self.psi.device)
+        return decay.between(edge[0], edge[1], self.psi.dtype).view(1, -1, 1, 1)
+
+    def _scaled(self, grad_y: Tensor, segment: Segment, head: int) -> Tensor:
+        """Take the gradient of a segment's outputs through the decay since the boundary."""
+        grad = grad_y[:, head, self.routing.taken(segment)]
+        return grad if self.decay is None else grad * self._since_boundary(self.decay, segment)

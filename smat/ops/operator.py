@@ -1,0 +1,100 @@
+"""The operator that autograd and compilers see: tensors, and the mask as its recipe."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smat.masks import SMatMask
+from smat.ops.attention import smat_backward, smat_forward
+from smat.ops.rows import Inputs
+
+
+@lru_cache(maxsize=256)
+def _mask_from(recipe: str) -> SMatMask:
+    return SMatMask.from_dict(json.loads(recipe))
+
+
+def _inputs(tensors: tuple[Any, ...], recipe: str, feature_map: str, normalize: bool) -> Inputs:
+    return Inputs(*tensors, _mask_from(recipe), feature_map, normalize)
+
+
+@torch.library.custom_op("smat::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    key_gate: Tensor | None,
+    write_weight: Tensor | None,
+    profile: Tensor | None,
+    query_type: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask: str,
+    feature_map: str,
+    normalize: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attend under a mask given by its recipe: the operator that autograd and compilers see."""
+    tensors = (
+        q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
+    )  # fmt: skip
+    return smat_forward(_inputs(tensors, mask, feature_map, normalize))
+
+
+@attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    out = v.new_empty(*q.shape[:3], v.shape[-1])
+    wide = torch.promote_types(v.dtype, torch.float32)
+    return out, torch.empty(q.shape[:3], dtype=wide, device=q.device)
+
+
+@torch.library.custom_op("smat::attend_backward", mutates_args=())
+def attend_backward(
+    grad_out: Tensor,
+    out: Tensor,
+    normalizer: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    key_gate: Tensor | None,
+    write_weight: Tensor | None,
+    profile: Tensor | None,
+    query_type: Tensor | None,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    mask: str,
+    feature_map: str,
+    normalize: bool,
+) -> list[Tensor]:
+    """Return the gradients of q, k, v and of those gates that were given."""
+    tensors = (
+        q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
+    )  # fmt: skip
+    inputs = _inputs(tensors, mask, feature_map, normalize)
+    return list(smat_backward(inputs, grad_out, out, normalizer).values())
+
+
+@attend_backward.register_fake
+def _(grad_out: Tensor, out: Tensor, normalizer: Tensor, *rest: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in rest[:6] if x is not None]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:10])
+    ctx.options = inputs[10:]
+
+
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
+    out, normalizer, *tensors = ctx.saved_tensors
+    grads = iter(attend_backward(grad_out, out, normalizer, *tensors, *ctx.options))
+    named = [None if x is None else next(grads) for x in tensors[:6]]
+    return (*named, *[None] * 7)
+
+
+attend.register_autograd(_backward, setup_context=_setup_context)

@@ -1,0 +1,168 @@
+"""One block of the causal branch as tiles of keys and of queries, with the decay inside it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smat.ops.decay import LogDecay
+from smat.ops.pieces import Block
+
+
+class KeyTiles:
+    """A block's keys and values, and the scan over its chunks.
+
+    ``between`` (N, chunks + 1, chunks + 1) is lower-triangular: what is left at edge a of what was
+    known at edge b, ones without gates. ``to_end`` are the keys as they arrive at their chunk's end.
+    """
+
+    def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: LogDecay | None) -> None:
+        self.block, self.decay, self.num_rows = block, decay, len(psi)
+        self.psi, self.v = self.cut(psi), self.cut(v)
+        num_chunks, tile = block.num_chunks, block.tile
+        if decay is None:
+            self.between = _ones(num_chunks + 1, psi).expand(self.num_rows, -1, -1)
+            self.to_end = self.psi
+            return
+        counts = torch.arange(num_chunks * tile + 1, device=psi.device)
+        counts = (block.start + counts).clamp(max=block.stop)
+        self.edges, self.after = counts[::tile], counts[1:].reshape(num_chunks, tile)
+        self.between = decay.triangle(self.edges, psi.dtype)
+        until_end = decay.between(self.edges[1:, None], self.after, psi.dtype)
+        self.until_end = until_end.flatten(0, 1).unsqueeze(-1)
+        self.to_end = self.psi * self.until_end
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(N, T, f) -> (N chunks, tile, f), zeros behind the last token."""
+        block = self.block
+        x = x[:, block.start : block.stop]
+        if block.padded > x.shape[1]:
+            x = F.pad(x, (0, 0, 0, block.padded - x.shape[1]))
+        return x.reshape(-1, block.tile, x.shape[-1])
+
+    def add(self, tiles: Tensor, to: Tensor) -> None:
+        """Add tiles to (N, T, f)."""
+        block = self.block
+        flat = tiles.reshape(self.num_rows, block.padded, -1)
+        to[:, block.start : block.stop] += flat[:, : block.stop - block.start]
+
+    def chunk_sums(self, carry: Tensor) -> Tensor:
+        """Sum psi v' over each chunk, behind the carried state: (N, chunks + 1, r p)."""
+        sums = carry.new_empty(self.num_rows, self.block.num_chunks + 1, *carry.shape[1:])
+        sums[:, 0] = carry
+        if self.num_rows == 1:
+            torch.bmm(self.to_end.mT, self.v, out=sums[0, 1:])
+        else:
+            sums[:, 1:] = torch.bmm(self.to_end.mT, self.v).unflatten(0, (self.num_rows, -1))
+        return sums.flatten(2)
+
+    def scan(self, sums: Tensor) -> Tensor:
+        """Add the sums up: state b comes before chunk b, and the last one after the block."""
+        return torch.bmm(self.between, sums)
+
+    def advance(self, sums: Tensor, state: Tensor) -> Tensor:
+        """Carry a window's state over the block whose chunk sums are known."""
+        last = self.between[:, -1:]
+        grown = torch.bmm(last[:, :, 1:], sums[:, 1:]).view_as(state)
+        return torch.addcmul(grown, last[:, :, :1], state)
+
+
+class QueryTiles:
+    """A block's queries beside its key tiles: all of its tokens, or those at given positions.
+
+    Heads that share keys share a tile, (N chunks, G tile, .). At positions, only chunks that hold a
+    query are kept, each padded to the largest number of queries in a chunk.
+    """
+
+    def __init__(
+        self, keys: KeyTiles, phi: Tensor, positions: Tensor | None, first_and_last: slice
+    ) -> None:
+        self.keys, self.taken = keys, first_and_last
+        self.group = phi.shape[1]
+        self.chunks: Tensor | None = None
+        block = keys.block
+        self.num_chunks, self.width = block.num_chunks, block.tile
+        if positions is not None:
+            self._place(positions[first_and_last] - block.start)
+        self.phi = self.cut(phi)
+        self.from_start = self.phi
+        if keys.decay is not None:
+            self._find_decay(keys.decay)
+
+    def _place(self, offset: Tensor) -> None:
+        """Find the chunk of every query, and its place among that chunk's queries."""
+        tile = self.keys.block.tile
+        self.chunks, self.row = (offset // tile).unique_consecutive(return_inverse=True)
+        _, counts = self.row.unique_consecutive(return_counts=True)
+        self.place = torch.arange(len(offset), device=offset.device)
+        self.place -= (counts.cumsum(0) - counts)[self.row]
+        self.num_chunks, self.width = len(self.chunks), int(counts.max())
+        self.in_chunk = offset.new_full((self.num_chunks, self.width), -1)
+        self.in_chunk[self.row, self.place] = offset % tile
+
+    def _find_decay(self, decay: LogDecay) -> None:
+        keys, dtype = self.keys, self.phi.dtype
+        inside = decay.triangle(keys.after, dtype)
+        since_start = decay.between(keys.after, keys.edges[:-1, None], dtype)
+        if self.chunks is not None:
+            inside = inside[:, self.chunks[:, None], self.in_chunk.clamp(min=0)]
+            since_start = since_start[:, self.chunks[:, None], self.in_chunk.clamp(min=0)]
+        self.inside = inside.flatten(0, 1).unsqueeze(1)
+        self.since_start = since_start.flatten(0, 1).repeat(1, self.group).unsqueeze(-1)
+        self.from_start = self.phi * self.since_start
+
+    def cut(self, x: Tensor) -> Tensor:
+        """(N, G, R, f) -> (N chunks, G width, f)."""
+        x = x[:, :, self.taken]
+        if self.chunks is None:
+            if self.keys.block.padded > x.shape[2]:
+                x = F.pad(x, (0, 0, 0, self.keys.block.padded - x.shape[2]))
+            tiles = x.unflatten(2, (self.num_chunks, self.width))
+        else:
+            tiles = x.new_zeros(*x.shape[:2], self.num_chunks, self.width, x.shape[-1])
+            tiles[:, :, self.row, self.place] = x
+        return tiles.transpose(1, 2).reshape(-1, self.group * self.width, x.shape[-1])
+
+    def add(self, tiles: Tensor, to: Tensor) -> None:
+        """Add tiles to (N, G, R, f)."""
+        by_head = tiles.view(-1, self.num_chunks, self.group, self.width, tiles.shape[-1])
+        by_head = by_head.transpose(1, 2)
+        if self.chunks is None:
+            block = self.keys.block
+            flat = by_head.flatten(2, 3)[:, :, : block.stop - block.start]
+        else:
+            flat = by_head[:, :, self.row, self.place]
+        to[:, :, self.taken] += flat
+
+    def of_chunks(self, tiles: Tensor) -> Tensor:
+        """Take the key tiles of the chunks that hold queries."""
+        if self.chunks is None:
+            return tiles
+        return tiles.unflatten(0, (self.keys.num_rows, -1))[:, self.chunks].flatten(0, 1)
+
+    def to_chunks(self, tiles: Tensor) -> Tensor:
+        """Put tiles of the chunks that hold queries among all chunks, zeros elsewhere."""
+        if self.chunks is None:
+            return tiles
+        num_rows, num_chunks = self.keys.num_rows, self.keys.block.num_chunks
+        spread = tiles.new_zeros(num_rows, num_chunks, *tiles.shape[1:])
+        spread[:, self.chunks] = tiles.unflatten(0, (num_rows, -1))
+        return spread.flatten(0, 1)
+
+    def hide_future_(self, scores: Tensor) -> Tensor:
+        """Mask score tiles in place: nothing behind the query, decay before it."""
+        tiles = scores.view(len(scores), self.group, self.width, -1)
+        if self.keys.decay is not None:
+            tiles.mul_(self.inside)
+        elif self.chunks is None:
+            tiles.tril_()
+        if self.chunks is not None:
+            token = torch.arange(self.keys.block.tile, device=scores.device)
+            future = token > self.in_chunk[..., None]  # (chunks, width, tile); padding sees nothing
+            tiles.unflatten(0, (-1, self.num_chunks)).masked_fill_(future[None, :, None], 0.0)
+        return scores
+
+
+def _ones(size: int, like: Tensor) -> Tensor:
+    return like.new_ones(size, size).tril_()
