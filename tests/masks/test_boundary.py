@@ -4,7 +4,7 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smat.masks import SMatMask, doubling, kept, none, rebuilt, schedule_from_dict, window
@@ -28,12 +28,14 @@ def paper_boundary(schedule, t):
     return schedule.num_distant if t > schedule.num_distant else 0
 
 
+@settings(deadline=None)
 @given(SCHEDULES, LENGTHS)
 def test_closed_form_is_the_papers(schedule, length):
     expected = [paper_boundary(schedule, t) for t in range(1, length + 1)]
     assert [schedule.boundary_at(position) for position in range(length)] == expected
 
 
+@settings(deadline=None)
 @given(SCHEDULES, LENGTHS)
 def test_segments_spell_out_the_closed_form(schedule, length):
     segments = schedule.segments(length)
@@ -46,11 +48,13 @@ def test_segments_spell_out_the_closed_form(schedule, length):
     assert all(s.boundary <= s.start for s in segments)
 
 
+@settings(deadline=None)
 @given(SCHEDULES, LENGTHS)
 def test_generic_lookup_agrees_with_the_closed_form(schedule, position):
     assert BoundarySchedule.boundary_at(schedule, position) == schedule.boundary_at(position)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 60), st.integers(0, 500))
 def test_window_holds_one_to_two_steps(step, position):
     schedule = window(step)

@@ -3,15 +3,13 @@
 import copy
 import itertools
 import pickle
-import warnings
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from smat.masks import SMatMask, SMatWarning, doubling, kept, none, rebuilt, window
-from smat.masks.guarantee import warn_once
+from smat.masks import SMatMask, doubling, kept, none, rebuilt, window
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.masks.SMatWarning")
 
@@ -171,73 +169,6 @@ def test_counting_scales_to_long_masks(vc_dim):
     assert share == pytest.approx(1 / mask.geometry.field_size, rel=0.02)
 
 
-@pytest.mark.parametrize("boundary", [None, window(8), doubling()])
-def test_given_profiles_and_types_replace_the_positional_ones(boundary):
-    mask = SMatMask(32, 3, 4, field_size=3, boundary=boundary)
-    generator = torch.Generator().manual_seed(0)
-    profile = torch.randint(9, (2, 32, 3), generator=generator)
-    query_type = torch.randint(12, (2, 32, 3), generator=generator)
-    dense = mask.dense(profile=profile, query_type=query_type)
-    assert dense.shape == (2, 3, 32, 32)
-    incidence = mask.geometry.incidence()
-    for b, h, t, j in itertools.product(range(2), range(3), range(32), range(32)):
-        on_plane = bool(incidence[query_type[b, t, h], profile[b, j, h]])
-        is_distant = j < mask.schedule.boundary_at(t)
-        assert bool(dense[b, h, t, j]) == (j <= t and (on_plane or not is_distant))
-
-
-def test_positional_values_given_by_hand_change_nothing():
-    mask = SMatMask(40, 3, 4)
-    position = torch.arange(40)
-    profile = mask.profile(position)[None, :, None]
-    query_type = mask.query_type(position)[None, :, None]
-    assert torch.equal(mask.dense(profile=profile)[0, 0], mask.dense())
-    assert torch.equal(mask.dense(query_type=query_type.int())[0, 0], mask.dense())
-    assert torch.equal(mask.dense(30, profile=profile[:, :30])[0, 0], mask.dense(30))
-    assert torch.equal(mask.dense(profile=profile[:, :30])[0, 0], mask.dense(30))
-
-
-def test_gates_multiply_between_key_and_query():
-    mask = SMatMask(24, 2, 4)
-    gate = torch.rand(2, 24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    gate[0, 5, 1] = gate[0, 15, 1] = 0.0  # two full resets
-    gated = mask.dense(log_decay=gate.log())
-    assert gated.dtype == torch.float64
-    support = mask.dense()
-    for b, h, t, j in itertools.product(range(2), range(3), range(24), range(24)):
-        product = gate[b, j + 1 : t + 1, h].prod() * support[t, j]
-        torch.testing.assert_close(gated[b, h, t, j], product, rtol=1e-12, atol=0)
-    assert not gated[0, 1, 15:, :15].any()
-
-
-def test_gates_never_give_nan_or_overflow():
-    log_decay = torch.full((1, 64, 1), -1e30)
-    log_decay[0, ::3] = -float("inf")
-    gated = SMatMask(64, 2, 8).dense(log_decay=log_decay)
-    assert torch.equal(gated[0, 0], torch.eye(64))
-    half = SMatMask(64, 2, 8).dense(log_decay=torch.zeros(1, 64, 1, dtype=torch.bfloat16))
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half[0, 0].bool(), SMatMask(64, 2, 8).dense())
-
-
-def test_gradients_of_the_gates_are_finite():
-    log_decay = torch.full((1, 64, 1), -1e3)
-    log_decay[0, ::3] = -float("inf")
-    log_decay.requires_grad_()
-    SMatMask(64, 2, 8).dense(log_decay=log_decay).sum().backward()
-    assert log_decay.grad is not None
-    assert log_decay.grad.isfinite().all()
-
-
-def test_dtype_and_device_of_the_written_mask():
-    mask = SMatMask(16, 2, 4)
-    assert mask.dense(dtype=torch.float32).dtype == torch.float32
-    assert mask.dense(device="cpu").device.type == "cpu"
-    assert mask.dense(log_decay=torch.zeros(1, 16, 1), dtype=torch.float64).dtype == torch.float64
-    assert mask.profile(torch.arange(3)).dtype == torch.int64
-    assert mask.query_type(torch.arange(3, dtype=torch.int32)).dtype == torch.int64
-
-
 @settings(max_examples=40, deadline=None)
 @given(masks())
 def test_plain_data_pickle_and_hash(mask):
@@ -254,38 +185,6 @@ def test_description_names_every_number():
     assert described == f"SMatMask: {expected}"
 
 
-@pytest.fixture
-def nothing_warned_yet():
-    warn_once.cache_clear()
-
-
-@pytest.mark.usefixtures("nothing_warned_yet")
-def test_warns_once_where_the_proof_does_not_apply():
-    with pytest.warns(SMatWarning, match=r"T = 84, n = 40, m = 44.*P = 25 and B = 30"):
-        mask = SMatMask(84, 3, 20)
-    assert not mask.guarantees_vc_dim
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        SMatMask(84, 3, 20)
-
-
-@pytest.mark.usefixtures("nothing_warned_yet")
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: SMatMask(1024, 4),
-        lambda: SMatMask(5, 4),  # no distant block: plain causal
-        lambda: SMatMask(86, 3, boundary=none()),
-        lambda: SMatMask(86, 3, 20, boundary=window(8)),
-        lambda: SMatMask(1024, 3).for_length(86),  # packed sequences come in any length
-        lambda: SMatMask.from_dict(SMatMask(1024, 3).for_length(86).to_dict()),
-    ],
-)
-def test_stays_silent(build):
-    build()
-
-
 @settings(max_examples=100, deadline=None)
 @given(masks())
 def test_guarantee_is_the_proofs_condition(mask):
@@ -293,42 +192,3 @@ def test_guarantee_is_the_proofs_condition(mask):
     geometry = mask.geometry
     fits = geometry.num_profiles <= mask.num_distant and 2 * geometry.num_types <= mask.num_recent
     assert mask.guarantees_vc_dim == (fits and not mask.boundary.moves)
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: SMatMask(0, 2), "seq_len must be 1 or more, but it is 0"),
-        (lambda: SMatMask(64, 0), "vc_dim must be 1 or more, but it is 0"),
-        (lambda: SMatMask(64, 2, 0), "chunk_size must be 1 or more, but it is 0"),
-        (lambda: SMatMask(64, 2, field_size=9), "9"),
-        (lambda: SMatMask(64, 2, boundary=kept(65)), r"kept\(65\).*64"),
-        (lambda: SMatMask(64, 2, boundary=32), "32"),
-        (lambda: SMatMask(64, 2, 16).dense(65), r"65.*64.*for_length\(65\)"),
-        (lambda: SMatMask(64, 2, 16).segments(0), "0"),
-        (lambda: SMatMask(64, 2, 16).for_length(0), "0"),
-        (lambda: SMatMask.from_dict({"seq_len": 3}), "seq_len"),
-    ],
-)
-def test_bad_recipes_are_refused_with_their_numbers(build, message):
-    with pytest.raises(ValueError, match=message):
-        build()
-
-
-@pytest.mark.parametrize(
-    ("given_tensors", "message"),
-    [
-        ({"profile": torch.full((1, 64, 1), 7)}, r"profile must lie in 0\.\.6.*7"),
-        ({"profile": torch.full((1, 64, 1), -1)}, "-1"),
-        ({"query_type": torch.full((1, 64, 1), 7)}, r"query_type must lie in 0\.\.6"),
-        ({"profile": torch.zeros(1, 64, 1)}, "float32"),
-        ({"profile": torch.zeros(64, dtype=torch.long)}, r"\(64,\)"),
-        ({"length": 64, "profile": torch.zeros(1, 63, 1, dtype=torch.long)}, r"\(1, 63, 1\)"),
-        ({"profile": torch.zeros(1, 65, 1, dtype=torch.long)}, "65"),
-        ({"log_decay": torch.full((1, 64, 1), 0.5)}, r"0\.5"),
-        ({"log_decay": torch.full((1, 64, 1), float("nan"))}, "nan"),
-    ],
-)
-def test_bad_tensors_are_refused_with_their_numbers(given_tensors, message):
-    with pytest.raises(ValueError, match=message):
-        SMatMask(64, 2, 16).dense(**given_tensors)
