@@ -136,7 +136,7 @@ class Geometry:
         return radon_ops.tabulate(table, self.field_size, self.ambient_dim, method)
 
     def backproject(self, table: Tensor, method: str = "factored") -> Tensor:
-        """Sum type states over the hyperplanes through a point, C' U: (..., B, S) -> (..., P, S)."""
+        """Sum type states over a point's hyperplanes, C' U: (..., B, S) -> (..., P, S)."""
         _check_table(table, self.num_types, "types", self)
         radon.check_method(method)
         return radon_ops.backproject(table, self.field_size, self.ambient_dim, method)

@@ -180,7 +180,7 @@ def shear_indices(field_size: int, ambient_dim: int, device: torch.device) -> tu
 
 @cached_table
 def unshear_indices(field_size: int, ambient_dim: int, device: torch.device) -> tuple[Tensor, ...]:
-    """List the rows of the adjoint steps, last shear first: sum over aj of Wj[.., y + aj xj, ..]."""
+    """List the rows of the adjoint, last shear first: sum over aj of Wj[.., y + aj xj, ..]."""
     return tuple(
         _row_index(
             _order_after(step - 1, ambient_dim), _order_after(step, ambient_dim),

@@ -27,7 +27,7 @@ def field_size_for(num_distant: int, vc_dim: int) -> int:
     """
     if vc_dim == 1:
         return 2
-    field_size = next_prime(int(round(num_distant ** (1.0 / vc_dim))) - 2)
+    field_size = next_prime(round(num_distant ** (1.0 / vc_dim)) - 2)
     while field_size**vc_dim < num_distant:
         field_size = next_prime(field_size + 1)
     return field_size

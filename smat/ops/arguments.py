@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -137,15 +141,15 @@ def _check_packing(
         raise ValueError(f"packed sequences come in a batch of 1, got {q.shape[0]}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype.is_floating_point:
         raise ValueError(
-            f"cu_seqlens must be a vector of at least two integers, got {cu_seqlens.dtype} of shape "
-            f"{tuple(cu_seqlens.shape)}"
+            f"cu_seqlens must be a vector of at least two integers, got {cu_seqlens.dtype} "
+            f"of shape {tuple(cu_seqlens.shape)}"
         )
     edges = cu_seqlens.tolist()
     if edges[0] != 0 or edges[-1] != q.shape[1] or sorted(edges) != edges:
         raise ValueError(
             f"cu_seqlens must rise from 0 to the packed length {q.shape[1]}, got {edges}"
         )
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in itertools.pairwise(edges):
         if stop == start:
             continue
         own = mask.for_length(stop - start)
@@ -170,13 +174,12 @@ def _smallest(x: Tensor) -> float | int:
     return x.min().item() if x.numel() else 0
 
 
-def one_per_head(q: Tensor, k: Tensor, v: Tensor, *per_token: Tensor | None) -> tuple[Tensor, ...]:
-    """Give gates and keys the same heads: where a gate differs between query heads, keys must too."""
-    num_heads, num_key_heads = q.shape[2], k.shape[2]
-    if all(x is None or x.shape[2] == num_key_heads for x in per_token):
-        return (k, v, *per_token)  # type: ignore[return-value]
+def one_per_head(q: Tensor, *keys: Tensor | None) -> tuple[Any, ...]:
+    """Give keys, values and gates the same heads: if a gate differs between query heads, all do."""
+    counts = {x.shape[2] for x in keys if x is not None}
+    if len(counts) == 1:
+        return keys
+    num_heads = q.shape[2]
     return tuple(
-        x if x is None or x.shape[2] == num_heads
-        else x.repeat_interleave(num_heads // num_key_heads, 2)
-        for x in (k, v, *per_token)
-    )  # type: ignore[return-value]  # fmt: skip
+        None if x is None else x.repeat_interleave(num_heads // x.shape[2], 2) for x in keys
+    )

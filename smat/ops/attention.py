@@ -11,7 +11,7 @@ from smat.ops.rows import Inputs, Rows, Share
 
 
 def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Run Algorithm 1: the output (B, T, H, V), and the normaliser (B, T, H) for the backward pass."""
+    """Run Algorithm 1: the output (B, R, H, V) and the normaliser (B, R, H)."""
     q, v = inputs.q, inputs.v
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
     normalizer = torch.zeros(q.shape[:3], dtype=inputs.dtype, device=q.device)

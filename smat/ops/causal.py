@@ -18,6 +18,7 @@ of queries each, at R = T or at R given positions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -145,7 +146,7 @@ class CausalBranch:
         edges = [block.start for block in self.blocks] + [self.blocks[-1].stop]
         where = torch.tensor(edges, device=self.positions.device)
         cuts = torch.searchsorted(self.positions, where).tolist()
-        return [slice(first, last) for first, last in zip(cuts, cuts[1:], strict=False)]
+        return [slice(first, last) for first, last in itertools.pairwise(cuts)]
 
     def _zero(self) -> Tensor:
         return self.psi.new_zeros(len(self.psi), self.psi.shape[-1], self.v.shape[-1])

@@ -28,7 +28,7 @@ class LogDecay:
     def __init__(self, log_decay: Tensor) -> None:
         gates = torch.nn.functional.pad(log_decay.double().clamp(min=FORGETS), (1, 0))
         self.total = gates.cumsum(-1)
-        # What each rounded addition lost; a difference of neighbours is exact or dwarfed by its gate.
+        # What each rounded addition lost; a difference of neighbours is exact, or dwarfed by a gate.
         lost = gates - torch.diff(self.total, dim=-1, prepend=torch.zeros_like(gates[:, :1]))
         self.lost = lost.cumsum(-1)
 
@@ -39,7 +39,7 @@ class LogDecay:
         return difference.clamp(max=0.0).exp().to(dtype)
 
     def triangle(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
-        """Multiply the gates between all pairs of counts, (..., C) -> (N, ..., C, C), lower half."""
+        """Multiply the gates between all pairs of counts, (..., C) -> (N, ..., C, C), lower."""
         total, lost = self.total[:, counts], self.lost[:, counts]
         if dtype == torch.float64:
             parts = (total, lost)

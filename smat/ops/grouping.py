@@ -4,12 +4,12 @@ Distant keys are grouped by profile, recent queries by type. Three products are 
 range needs, forward and backward, with ``left`` (N, T, r), ``right`` (N, T, p), and a table of one
 r x p state per row and group, stored feature-major as (r, N, groups, p):
 
-    outer_sum    table[:, x] = sum over t in group x of left_t right_t'     pool, and the adjoint of read
-    read         right_t     = left_t' table[x(t)]                         read, and a gradient of pool
-    read_left    left_t      = table[x(t)] right_t                         the other gradients
+    outer_sum   table[:, x] = sum over t in group x of left_t right_t'   pool; adjoint of a read
+    read        right_t     = left_t' table[x(t)]                       read; a gradient of pool
+    read_left   left_t      = table[x(t)] right_t                       the other gradients
 
-Feature-major, because one feature's table of (groups, p) is contiguous: it tabulates as it lies, and
-the products with it are strided batched GEMMs. No product ever forms a state per token.
+Feature-major, because one feature's table of (groups, p) is contiguous: it tabulates as it lies,
+and products with it are strided batched GEMMs. No product ever forms a state per token.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def smat_attention(
 
     Args:
         q: Queries (B, T, H, K); T may be shorter than ``mask.seq_len``: the leading block is meant.
-        k: Keys (B, T, Hkv, K) with Hkv dividing H: H / Hkv consecutive query heads share a key head.
+        k: Keys (B, T, Hkv, K), Hkv dividing H: H / Hkv consecutive query heads share a key head.
         v: Values (B, T, Hkv, V).
         mask: Who sees whom.
         feature_map: "elu" (elu + 1), "relu", "identity", "favor" (Performer's positive random
@@ -68,7 +68,8 @@ def smat_attention(
             alone would give; padding writes nothing, decays nothing, and its output is 0.
         cu_seqlens: (S + 1,) edges of sequences packed along T, B = 1; each gives what it would give
             alone under ``mask.for_length(its length)``.
-        output_final_state: Return the state from which ``state.step`` decodes on (not differentiable).
+        output_final_state: Return the state from which ``state.step`` decodes on; it has no
+            gradient.
         backend: "auto", "torch".
 
     Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of
@@ -87,9 +88,10 @@ def smat_attention(
         q, k, v, log_decay, key_gate, write_weight, profile
     )
     padding = Padding(attention_mask)
-    q, k, v, log_decay, key_gate, write_weight, profile, query_type = padding.remove(
-        q, k, v, log_decay, key_gate, write_weight, profile, query_type
+    q, k, v, log_decay, write_weight, profile, query_type = padding.remove(
+        q, k, v, log_decay, write_weight, profile, query_type
     )
+    key_gate = padding.close(key_gate, k)
     rows = None if positions is None or padding.moves else positions
     order = None
     if rows is not None:
@@ -103,7 +105,6 @@ def smat_attention(
     )  # fmt: skip
     if order is not None:
         out = out[:, torch.argsort(order)]
-        out = out if attention_mask is None else padding.hide(out, positions)
     else:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]

@@ -149,7 +149,7 @@ class LongRangeBranch:
             )
 
     def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
-        """Give every segment its type table: U <- decay U + C F, F of the keys that became distant."""
+        """Give every segment its type table: U <- decay U + C F, F of the newly distant keys."""
         table: Tensor | None = None
         start = 0
         for segment in self.routing.folds():

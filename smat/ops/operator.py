@@ -20,7 +20,7 @@ def _mask_from(recipe: str) -> SMatMask:
 
 
 def _inputs(tensors: tuple[Any, ...], recipe: str, feature_map: str, normalize: bool) -> Inputs:
-    return Inputs(*tensors, _mask_from(recipe), feature_map, normalize)
+    return Inputs(*tensors, mask=_mask_from(recipe), feature_map=feature_map, normalize=normalize)
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())

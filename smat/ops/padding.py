@@ -1,6 +1,8 @@
-"""Padding that is exact: real tokens move to the front, padding writes, decays and counts nothing."""
+"""Exact padding: real tokens move to the front, padding writes, decays and counts nothing."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,39 +37,22 @@ class Padding:
         assert self.order is not None
         return x[torch.arange(len(x), device=x.device)[:, None], self.order]
 
-    def remove(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        key_gate: Tensor | None,
-        write_weight: Tensor | None,
-        profile: Tensor | None,
-        query_type: Tensor | None,
-    ) -> tuple[
-        Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None,
-        Tensor | None,
-    ]:  # fmt: skip
-        """Move real tokens to the front and make the rest an identity: key gate 0, decay 1."""
+    def remove(self, *per_token: Tensor | None) -> tuple[Any, ...]:
+        """Move real tokens to the front and put zeros behind them, (B, T, ...): no decay there."""
         if self.real is None:
-            return q, k, v, log_decay, key_gate, write_weight, profile, query_type
-        gone = (~self.front(self.real)).unsqueeze(-1)
+            return per_token
+        gone = ~self.front(self.real)
+        return tuple(
+            x if x is None else self.front(x).masked_fill(_like(gone, x), 0) for x in per_token
+        )
+
+    def close(self, key_gate: Tensor | None, k: Tensor) -> Tensor | None:
+        """Close the key gate at padding, so that it writes nothing whatever the feature map is."""
+        if self.real is None:
+            return key_gate
         if key_gate is None:
-            key_gate = torch.ones(k.shape[:3], dtype=v.dtype, device=v.device)
-
-        def keep(x: Tensor) -> Tensor:
-            hidden = gone if x.ndim == 3 else gone.unsqueeze(-1)
-            return self.front(x).masked_fill(hidden, 0)
-
-        def maybe(x: Tensor | None) -> Tensor | None:
-            return None if x is None else keep(x)
-
-        key_gate = self.front(key_gate).masked_fill(gone, 0)
-        return (
-            keep(q), keep(k), keep(v), maybe(log_decay), key_gate, maybe(write_weight),
-            maybe(profile), maybe(query_type),
-        )  # fmt: skip
+            return self.front(self.real).unsqueeze(-1).expand(k.shape[:3]).to(k.dtype)
+        return self.front(key_gate).masked_fill(_like(~self.front(self.real), key_gate), 0)
 
     def restore(self, out: Tensor) -> Tensor:
         """Move outputs back to their tokens, 0 at padding."""
@@ -76,4 +61,8 @@ class Padding:
         assert self.order is not None
         row = torch.arange(len(out), device=out.device)[:, None]
         back = out[row, self.order.argsort(dim=1)]
-        return back.masked_fill(~self.real[..., None, None], 0)
+        return back.masked_fill(_like(~self.real, back), 0)
+
+
+def _like(real: Tensor, x: Tensor) -> Tensor:
+    return real.reshape(*real.shape, *[1] * (x.ndim - 2))

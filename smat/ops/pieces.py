@@ -7,6 +7,7 @@ pieces plus a part of the current one. A piece is worked off in blocks of chunks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -49,7 +50,7 @@ def cut_blocks(segments: Sequence[Segment], chunks_per_block: int) -> list[Block
     for segment in segments:
         edges = {edge for edge in windows if segment.start < edge < segment.stop}
         cuts = sorted({segment.start, segment.stop, *edges})
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             tile = min(TILE, stop - start)
             width = tile * chunks_per_block
             blocks += [
@@ -64,5 +65,6 @@ def cut_blocks(segments: Sequence[Segment], chunks_per_block: int) -> list[Block
                 )
                 for at in range(start, stop, width)
             ]
-    assert blocks[0].start == 0 and blocks[-1].stop == length
+    assert blocks[0].start == 0
+    assert blocks[-1].stop == length
     return blocks

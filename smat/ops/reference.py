@@ -6,6 +6,7 @@ meant for fp64 and short sequences.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -76,7 +77,7 @@ def _sequences(
     """List each sequence as (batch row, its token positions, its mask)."""
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()
-        spans = [(start, stop) for start, stop in zip(edges, edges[1:]) if stop > start]
+        spans = [(start, stop) for start, stop in itertools.pairwise(edges) if stop > start]
         return [
             (0, torch.arange(start, stop, device=q.device), mask.for_length(stop - start))
             for start, stop in spans
@@ -100,8 +101,9 @@ def _attend(
         for name, value in per_token.items()
     }
     routing = {
-        name: None if given[name] is None else given[name].unsqueeze(0)
-        for name in ("profile", "query_type")
+        name: None if value is None else value.unsqueeze(0)
+        for name, value in given.items()
+        if name in ("profile", "query_type")
     }
     support = mask.dense(length, device=phi.device, **routing).to(phi.dtype)
     weights = support.reshape(-1, length, length).expand(num_heads, length, length)

@@ -6,6 +6,7 @@ stay small and are reused, and every array below lies as the products want it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ class Inputs:
                 yield slice(0, self.k.shape[1]), self.mask
             return
         edges = self.cu_seqlens.tolist()
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in itertools.pairwise(edges):
             if stop > start:
                 yield slice(start, stop), self.mask.for_length(stop - start)
 
@@ -179,7 +180,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Rows:
-    """A share's arrays: phi (N, G, R, r), keys (N, T, r), values (N, T, p), and the two branches."""
+    """A share's arrays, phi (N, G, R, r), keys (N, T, r), values (N, T, p), and its branches."""
 
     phi: Tensor
     key_features: Tensor

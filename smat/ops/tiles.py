@@ -14,7 +14,7 @@ class KeyTiles:
     """A block's keys and values, and the scan over its chunks.
 
     ``between`` (N, chunks + 1, chunks + 1) is lower-triangular: what is left at edge a of what was
-    known at edge b, ones without gates. ``to_end`` are the keys as they arrive at their chunk's end.
+    known at edge b, ones without gates. ``to_end`` are the keys as they arrive at a chunk's end.
     """
 
     def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: LogDecay | None) -> None:
