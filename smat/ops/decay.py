@@ -28,7 +28,7 @@ class LogDecay:
     def __init__(self, log_decay: Tensor) -> None:
         gates = torch.nn.functional.pad(log_decay.double().clamp(min=FORGETS), (1, 0))
         self.total = gates.cumsum(-1)
-        # What each rounded addition lost; a difference of neighbours is exact, or dwarfed by a gate.
+        # What each rounded sum lost; a difference of neighbours is exact, or dwarfed by a gate.
         lost = gates - torch.diff(self.total, dim=-1, prepend=torch.zeros_like(gates[:, :1]))
         self.lost = lost.cumsum(-1)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
+from smat.ops.arguments import check_values
 from smat.ops.attention import smat_backward, smat_forward
 from smat.ops.rows import Inputs
 
@@ -20,7 +21,8 @@ def _mask_from(recipe: str) -> SMatMask:
 
 
 def _inputs(tensors: tuple[Any, ...], recipe: str, feature_map: str, normalize: bool) -> Inputs:
-    return Inputs(*tensors, mask=_mask_from(recipe), feature_map=feature_map, normalize=normalize)
+    options: tuple[Any, ...] = (_mask_from(recipe), feature_map, normalize)
+    return Inputs(*tensors, *options)
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())
@@ -43,14 +45,17 @@ def attend(
     tensors = (
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
     )  # fmt: skip
-    return smat_forward(_inputs(tensors, mask, feature_map, normalize))
+    inputs = _inputs(tensors, mask, feature_map, normalize)
+    check_values(log_decay, profile, query_type, cu_seqlens, inputs.mask, k.shape[1])
+    with torch.autocast(q.device.type, enabled=False):  # sums keep the dtype that the op chose
+        return smat_forward(inputs)
 
 
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    out = v.new_empty(*q.shape[:3], v.shape[-1])
     wide = torch.promote_types(v.dtype, torch.float32)
-    return out, torch.empty(q.shape[:3], dtype=wide, device=q.device)
+    out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
+    return out, v.new_empty(*q.shape[:3], dtype=wide)
 
 
 @torch.library.custom_op("smat::attend_backward", mutates_args=())
@@ -77,7 +82,8 @@ def attend_backward(
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
     )  # fmt: skip
     inputs = _inputs(tensors, mask, feature_map, normalize)
-    return list(smat_backward(inputs, grad_out, out, normalizer).values())
+    with torch.autocast(q.device.type, enabled=False):
+        return list(smat_backward(inputs, grad_out, out, normalizer).values())
 
 
 @attend_backward.register_fake
