@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -75,7 +76,13 @@ class SMatMask:
         if not isinstance(self.boundary, BoundarySchedule):
             raise ValueError(f"boundary must be a schedule or None, but it is {self.boundary!r}")
         _ = self.geometry  # refuses a field size that is not prime
+        _ = self.recipe  # a compiler that meets the mask finds it written
         return self
+
+    @cached_property
+    def recipe(self) -> str:
+        """The mask as one string of JSON, which operators can take and compilers guard on."""
+        return json.dumps(self.to_dict())
 
     @cached_property
     def schedule(self) -> BoundarySchedule:

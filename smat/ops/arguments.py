@@ -27,7 +27,7 @@ def check_arguments(
     cu_seqlens: Tensor | None,
     output_final_state: bool,
 ) -> None:
-    """Refuse what does not fit; nothing is silently broadcast or truncated."""
+    """Refuse shapes and dtypes that do not fit; nothing is silently broadcast or truncated."""
     _check_qkv(q, k, v)
     if cu_seqlens is None:
         mask.check_length(k.shape[1])
@@ -38,21 +38,13 @@ def check_arguments(
             _check_per_token(name, gate, q, k)
             if not gate.dtype.is_floating_point:
                 raise ValueError(f"{name} must be floating-point, got {gate.dtype}")
-    if log_decay is not None:
-        _check_values(
-            bool((log_decay <= 0).all()), f"log_decay must be at most 0, got {_largest(log_decay)}"
-        )
-    for name, index, limit in (
-        ("profile", profile, mask.geometry.num_profiles),
-        ("query_type", query_type, mask.geometry.num_types),
-    ):
-        if index is not None and cu_seqlens is None:
-            _check_index(name, index, limit, mask)
+    for name, index in (("profile", profile), ("query_type", query_type)):
         if index is not None:
             _check_per_token(name, index, q, q if name == "query_type" else k)
+            _check_integers(name, index)
     _check_positions(positions, q.shape[1])
     _check_padding(attention_mask, cu_seqlens, q)
-    _check_packing(cu_seqlens, q, profile, query_type, mask)
+    _check_packing(cu_seqlens, q)
 
 
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -90,14 +82,9 @@ def _check_per_token(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def _check_index(name: str, index: Tensor, limit: int, mask: SMatMask) -> None:
+def _check_integers(name: str, index: Tensor) -> None:
     if index.dtype.is_floating_point or index.dtype.is_complex or index.dtype == torch.bool:
         raise ValueError(f"{name} must hold integers, got {index.dtype}")
-    _check_values(
-        bool(((index >= 0) & (index < limit)).all()),
-        f"{name} must lie in [0, {limit}) for {mask.describe()}, got values from "
-        f"{_smallest(index)} to {_largest(index)}",
-    )
 
 
 def _check_positions(positions: Tensor | None, length: int) -> None:
@@ -108,11 +95,9 @@ def _check_positions(positions: Tensor | None, length: int) -> None:
             f"positions must be a vector of integers, got {positions.dtype} of shape "
             f"{tuple(positions.shape)}"
         )
-    _check_values(
-        bool(((positions >= 0) & (positions < length)).all()),
-        f"positions must lie in [0, {length}), got values from {_smallest(positions)} to "
-        f"{_largest(positions)}",
-    )
+    if torch.compiler.is_compiling():  # the gather at these positions has its own check
+        return
+    _check_range("positions", positions, length)
 
 
 def _check_padding(attention_mask: Tensor | None, cu_seqlens: Tensor | None, q: Tensor) -> None:
@@ -127,42 +112,56 @@ def _check_padding(attention_mask: Tensor | None, cu_seqlens: Tensor | None, q: 
         )
 
 
-def _check_packing(
-    cu_seqlens: Tensor | None,
-    q: Tensor,
-    profile: Tensor | None,
-    query_type: Tensor | None,
-    mask: SMatMask,
-) -> None:
+def _check_packing(cu_seqlens: Tensor | None, q: Tensor) -> None:
     if cu_seqlens is None:
         return
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences come in a batch of 1, got {q.shape[0]}")
     if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.dtype.is_floating_point:
         raise ValueError(
-            f"cu_seqlens must be a vector of at least two integers, got {cu_seqlens.dtype} "
-            f"of shape {tuple(cu_seqlens.shape)}"
+            f"cu_seqlens must be a vector of at least two integers, got {cu_seqlens.dtype} of "
+            f"shape {tuple(cu_seqlens.shape)}"
         )
-    edges = cu_seqlens.tolist()
-    if edges[0] != 0 or edges[-1] != q.shape[1] or sorted(edges) != edges:
-        raise ValueError(
-            f"cu_seqlens must rise from 0 to the packed length {q.shape[1]}, got {edges}"
-        )
+
+
+def check_values(
+    log_decay: Tensor | None,
+    profile: Tensor | None,
+    query_type: Tensor | None,
+    cu_seqlens: Tensor | None,
+    positions: Tensor | None,
+    mask: SMatMask,
+    length: int,
+) -> None:
+    """Refuse values that do not fit.
+
+    Called inside the operator: a compiled graph runs it too, and padding is gone by then, so that
+    it may have held anything.
+    """
+    if log_decay is not None and not bool((log_decay <= 0).all()):
+        raise ValueError(f"log_decay must be at most 0, got {_largest(log_decay)}")
+    edges = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    if edges[0] != 0 or edges[-1] != length or sorted(edges) != edges:
+        raise ValueError(f"cu_seqlens must rise from 0 to the packed length {length}, got {edges}")
     for start, stop in itertools.pairwise(edges):
-        if stop == start:
-            continue
-        own = mask.for_length(stop - start)
-        for name, index, limit in (
-            ("profile", profile, own.geometry.num_profiles),
-            ("query_type", query_type, own.geometry.num_types),
-        ):
-            if index is not None:
-                _check_index(name, index[:, start:stop], limit, own)
+        own = mask if cu_seqlens is None or stop == start else mask.for_length(stop - start)
+        if profile is not None:
+            limit = own.geometry.num_profiles
+            _check_range("profile", profile[:, start:stop], limit, f" for {own.describe()}")
+        if query_type is not None:
+            limit = own.geometry.num_types
+            inside = slice(start, stop)
+            if positions is not None:
+                inside = slice(*torch.searchsorted(positions, positions.new_tensor([start, stop])))
+            _check_range("query_type", query_type[:, inside], limit, f" for {own.describe()}")
 
 
-def _check_values(fine: bool, complaint: str) -> None:
-    if not fine:
-        raise ValueError(complaint)
+def _check_range(name: str, index: Tensor, limit: int, whose: str = "") -> None:
+    if not bool(((index >= 0) & (index < limit)).all()):
+        raise ValueError(
+            f"{name} must lie in [0, {limit}){whose}, got values from {_smallest(index)} to "
+            f"{_largest(index)}"
+        )
 
 
 def _largest(x: Tensor) -> float | int:

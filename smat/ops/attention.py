@@ -11,10 +11,14 @@ from smat.ops.rows import Inputs, Rows, Share
 
 
 def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Run Algorithm 1: the output (B, R, H, V) and the normaliser (B, R, H)."""
+    """Run Algorithm 1: the output (B, R, H, V) and the normaliser (B, R, H).
+
+    Both come in the dtype of the sums: the backward pass subtracts the output from the values, and
+    where gates are strong an output rounded to half precision would drown what is left.
+    """
     q, v = inputs.q, inputs.v
-    out = v.new_zeros(*q.shape[:3], v.shape[-1])
-    normalizer = torch.zeros(q.shape[:3], dtype=inputs.dtype, device=q.device)
+    out = v.new_zeros(*q.shape[:3], v.shape[-1], dtype=inputs.dtype)
+    normalizer = v.new_zeros(*q.shape[:3], dtype=inputs.dtype)
     for share in inputs.shares():
         rows = share.load()  # line 1: phi and psi; the products psi v' are never formed
         y = rows.phi.new_zeros(*rows.phi.shape[:3], rows.v.shape[-1])
@@ -31,8 +35,12 @@ def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def _inverse(normalizer: Tensor) -> Tensor:
-    """Invert normalisers; a row that saw nothing has normaliser 0 and output 0."""
-    return torch.where(normalizer == 0, 0.0, normalizer.reciprocal())
+    """Invert normalisers; a row that saw nothing has normaliser 0 and output 0.
+
+    So has a row whose weights all fell below the smallest normal number, where 1 / s overflows.
+    """
+    sees_nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
+    return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
 
 
 def smat_backward(

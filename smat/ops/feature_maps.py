@@ -61,7 +61,8 @@ class Favor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) * key_dim**-0.25
         num_features = self.num_features or key_dim
         weights = _orthogonal_gaussian(num_features, key_dim, self.seed).to(wide)
-        exponent = wide @ weights.T - wide.square().sum(-1, keepdim=True) / 2
+        with torch.autocast(x.device.type, enabled=False):
+            exponent = wide @ weights.T - wide.square().sum(-1, keepdim=True) / 2
         return (exponent.exp() * num_features**-0.5).to(x.dtype)
 
 

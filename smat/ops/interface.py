@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,8 +81,6 @@ def smat_attention(
         attention_mask=attention_mask, cu_seqlens=cu_seqlens, output_final_state=output_final_state,
     )  # fmt: skip
     pointwise, before = split_feature_map(feature_map)
-    if before is not None:
-        q, k = before(q), before(k)
     k, v, log_decay, key_gate, write_weight, profile = one_per_head(
         q, k, v, log_decay, key_gate, write_weight, profile
     )
@@ -92,17 +89,19 @@ def smat_attention(
         q, k, v, log_decay, write_weight, profile, query_type
     )
     key_gate = padding.close(key_gate, k)
+    if before is not None:  # padding is gone, so that a map never meets what it held
+        q, k = before(q), before(k)
     rows = None if positions is None or padding.moves else positions
     order = None
     if rows is not None:
         rows, order = torch.sort(rows.long())
         q = q[:, rows]
         query_type = None if query_type is None else query_type[:, rows]
-    recipe = json.dumps(mask.to_dict())
-    out, _ = attend(
+    wide, _ = attend(
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, rows, cu_seqlens,
-        recipe, pointwise, normalize,
+        mask.recipe, pointwise, normalize,
     )  # fmt: skip
+    out = wide.to(v.dtype)
     if order is not None:
         out = out[:, torch.argsort(order)]
     else:

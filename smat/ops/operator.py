@@ -46,7 +46,7 @@ def attend(
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
     )  # fmt: skip
     inputs = _inputs(tensors, mask, feature_map, normalize)
-    check_values(log_decay, profile, query_type, cu_seqlens, inputs.mask, k.shape[1])
+    check_values(log_decay, profile, query_type, cu_seqlens, positions, inputs.mask, k.shape[1])
     with torch.autocast(q.device.type, enabled=False):  # sums keep the dtype that the op chose
         return smat_forward(inputs)
 

@@ -157,9 +157,12 @@ class Share:
         return v_aug
 
     def _segments(self) -> tuple[Segment, ...]:
-        """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is."""
+        """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
+
+        Only a write weight tells distant keys from recent ones there.
+        """
         length = self.span.stop - self.span.start
-        if self.mask.vc_dim == 1:
+        if self.mask.vc_dim == 1 and self.inputs.write_weight is None:
             return (Segment(0, self.mask.check_length(length), 0),)
         return self.mask.segments(length)
 
