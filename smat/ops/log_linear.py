@@ -1,0 +1,191 @@
+"""Log-linear attention: a state for every power of two of the past (baseline of the paper).
+
+Tokens t >= s have level bit_length(t XOR s), 0 on the diagonal, and the output weighs every level
+by a weight of the query's own. Chunked in O(T log T) work, decoded with O(log T) states.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from smat.ops.decay import LogDecay
+from smat.ops.delta_rule import check_shapes
+from smat.ops.log_linear_ops import log_linear
+from smat.ops.transport import transport_keys
+from smat.ops.wy import compute_dtype
+
+
+class LogLinearState(NamedTuple):
+    """Decoding state: one bucket (B, H, L-1, K, V) for each bit of the number of tokens read.
+
+    Bucket b holds the 2^b tokens that bit b of `num_tokens` (B,) stands for, or 0; the last holds
+    everything older. It is a binary counter: a new token carries over the trailing ones.
+    """
+
+    buckets: Tensor
+    num_tokens: Tensor
+
+    @classmethod
+    def empty(
+        cls, batch: int, heads: int, num_levels: int, key_dim: int, value_dim: int, **factory: Any
+    ) -> LogLinearState:
+        """Start from nothing; `factory` takes dtype and device.
+
+        >>> LogLinearState.empty(1, 2, 5, 8, 16).buckets.shape
+        torch.Size([1, 2, 4, 8, 16])
+        """
+        buckets = torch.zeros(batch, heads, max(1, num_levels - 1), key_dim, value_dim, **factory)
+        return cls(buckets, torch.zeros(batch, dtype=torch.long, device=buckets.device))
+
+
+def log_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Tensor, LogLinearState | None]:
+    """Attend with scalar decay and a weight per level (the Mamba-2 form).
+
+    >>> ones, weights = torch.ones(1, 3, 1, 1), torch.tensor([1.0, 10.0, 100.0]).expand(1, 3, 1, 3)
+    >>> log_linear_attention(ones, ones, ones, weights)[0].flatten()  # token 2 sees 2, then {0, 1}
+    tensor([  1.,  11., 201.])
+
+    y_t = scale sum over s <= t of w_t[level(t, s)] exp(G_t - G_s) (q_t . k_s) v_s,   G = cumsum(g).
+
+    Shapes: q, k (B, T, H, K), v (B, T, H, V), level_weights (B, T, H, L), log_decay g (B, T, H).
+    All levels are there when T <= 2^(L-1); beyond, the last weight serves every level above it.
+    """
+    _check(q, k, v, level_weights, log_decay, None, chunk_size)
+    gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
+    out = log_linear(q, k, v, level_weights, gates, None, scale, chunk_size)
+    if not output_final_state:
+        return out, None
+    dtype = compute_dtype(k, v)
+    counts = torch.arange(k.shape[1], device=k.device) + 1
+    decay = LogDecay(gates.transpose(1, 2).flatten(0, 1)).between(counts[-1:], counts, dtype)
+    decay = decay.view(k.shape[0], k.shape[2], -1).mT.unsqueeze(-1)
+    return out, _final_state(k * decay, v, level_weights)
+
+
+def log_linear_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor,
+    level_weights: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    output_final_state: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Tensor, LogLinearState | None]:
+    """Attend with delta-rule transitions and a weight per level (the Gated DeltaNet form).
+
+    >>> ones, weights = torch.ones(1, 3, 1, 1), torch.tensor([1.0, 10.0, 100.0]).expand(1, 3, 1, 3)
+    >>> beta = torch.full((1, 3, 1), 0.5)  # every token halves what was there and adds a half
+    >>> log_linear_delta_rule(ones, ones, ones, beta, weights)[0].flatten()
+    tensor([ 0.5000,  3.0000, 38.0000])
+
+    y_t = scale sum over s <= t of w_t[level(t, s)] beta_s (q_t' A_t ... A_{s+1} k_s) v_s,
+    A_t = exp(g_t) (I - beta_t k_t k_t').
+
+    Shapes as for `log_linear_attention`, beta (B, T, H).
+    """
+    _check(q, k, v, level_weights, log_decay, beta, chunk_size)
+    gates = torch.zeros_like(beta) if log_decay is None else log_decay
+    out = log_linear(q, k, v, level_weights, gates, beta, scale, chunk_size)
+    if not output_final_state:
+        return out, None
+    dtype = compute_dtype(k, v)
+    keys = transport_keys(k.to(dtype), beta, log_decay, chunk_size=chunk_size)
+    return out, _final_state(keys, v, level_weights)
+
+
+def log_linear_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    beta: Tensor | None = None,
+    state: LogLinearState,
+    scale: float = 1.0,
+) -> tuple[Tensor, LogLinearState]:
+    """Take one token: q, k (B, H, K), v (B, H, V), level_weights (B, H, L), gates (B, H).
+
+    >>> one, weights = torch.ones(1, 1, 1), torch.tensor([[[1.0, 10.0, 100.0]]])
+    >>> state = LogLinearState.empty(1, 1, 3, 1, 1)
+    >>> for _ in range(3):
+    ...     out, state = log_linear_step(one, one, one, weights, state=state)
+    >>> out.item()
+    201.0
+
+    With `beta` a transition is exp(g) (I - beta k k'), without it exp(g). Rows may have read
+    different numbers of tokens.
+    """
+    dtype = compute_dtype(q, k, v, state.buckets)
+    buckets, key, write = state.buckets.to(dtype), k.to(dtype), k.to(dtype)
+    if log_decay is not None:
+        buckets = buckets * log_decay.to(dtype).exp()[..., None, None, None]
+    if beta is not None:
+        write = key * beta.to(dtype).unsqueeze(-1)
+        held = torch.einsum("bhk,bhlkv->bhlv", key, buckets)
+        buckets = buckets - torch.einsum("bhk,bhlv->bhlkv", write, held)
+    own = torch.einsum("bhk,bhv->bhkv", write, v.to(dtype))
+    weights = level_weights.to(dtype)
+    num_buckets = buckets.shape[2]
+    older = weights[..., 1:] if weights.shape[-1] > 1 else weights
+    query = q.to(dtype) * scale
+    seen = torch.einsum("bhl,bhlkv->bhkv", older, buckets) + weights[..., :1, None] * own
+    out = torch.einsum("bhk,bhkv->bhv", query, seen)
+
+    bits = state.num_tokens.unsqueeze(-1) >> torch.arange(num_buckets - 1, device=q.device) & 1
+    carried = torch.nn.functional.pad(bits.cumprod(-1), (0, 1)).to(dtype)
+    landing = torch.nn.functional.one_hot(carried.sum(-1).long(), num_buckets).to(dtype)
+    carry = own + torch.einsum("bl,bhlkv->bhkv", carried, buckets)
+    kept = buckets * (1 - carried)[:, None, :, None, None]
+    buckets = kept + torch.einsum("bl,bhkv->bhlkv", landing, carry)
+    return out.to(v.dtype), LogLinearState(buckets, state.num_tokens + 1)
+
+
+def _final_state(keys: Tensor, v: Tensor, level_weights: Tensor) -> LogLinearState:
+    """Sum keys already carried to the end, times values, over the bits of the sequence length."""
+    batch, seq_len = keys.shape[:2]
+    num_buckets = max(1, level_weights.shape[-1] - 1)
+    buckets = []
+    stop = seq_len
+    for bit in range(num_buckets):
+        last = bit == num_buckets - 1
+        start = 0 if last else stop - (seq_len & (1 << bit))
+        part = keys[:, start:stop], v[:, start:stop].to(keys.dtype)
+        buckets.append(torch.einsum("bthk,bthv->bhkv", *part))
+        stop = start
+    counts = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
+    return LogLinearState(torch.stack(buckets, 2), counts)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    level_weights: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    chunk_size: int,
+) -> None:
+    gate = k[..., 0] if beta is None else beta
+    check_shapes(q, k, gate, log_decay, chunk_size)
+    for name, x in (("v", v), ("level_weights", level_weights)):
+        if x.ndim != 4 or x.shape[:3] != k.shape[:3] or x.shape[3] < 1:
+            raise ValueError(
+                f"{name} must be (B, T, H, .) with k's B, T, H: {(*x.shape,)} / {(*k.shape,)}"
+            )
