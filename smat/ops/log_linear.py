@@ -50,6 +50,7 @@ def log_linear_attention(
     *,
     scale: float = 1.0,
     output_final_state: bool = False,
+    lengths: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, LogLinearState | None]:
     """Attend with scalar decay and a weight per level (the Mamba-2 form).
@@ -62,6 +63,8 @@ def log_linear_attention(
 
     Shapes: q, k (B, T, H, K), v (B, T, H, V), level_weights (B, T, H, L), log_decay g (B, T, H).
     All levels are there when T <= 2^(L-1); beyond, the last weight serves every level above it.
+    The final state is that of rows of `lengths` (B,) tokens if given: what follows them must be
+    idle, with log_decay 0 (and beta 0).
     """
     _check(q, k, v, level_weights, log_decay, None, chunk_size)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
@@ -72,7 +75,7 @@ def log_linear_attention(
     counts = torch.arange(k.shape[1], device=k.device) + 1
     decay = LogDecay(gates.transpose(1, 2).flatten(0, 1)).between(counts[-1:], counts, dtype)
     decay = decay.view(k.shape[0], k.shape[2], -1).mT.unsqueeze(-1)
-    return out, _final_state(k * decay, v, level_weights)
+    return out, _final_state(k * decay, v, level_weights, lengths)
 
 
 def log_linear_delta_rule(
@@ -85,6 +88,7 @@ def log_linear_delta_rule(
     *,
     scale: float = 1.0,
     output_final_state: bool = False,
+    lengths: Tensor | None = None,
     chunk_size: int = 64,
 ) -> tuple[Tensor, LogLinearState | None]:
     """Attend with delta-rule transitions and a weight per level (the Gated DeltaNet form).
@@ -106,7 +110,7 @@ def log_linear_delta_rule(
         return out, None
     dtype = compute_dtype(k, v)
     keys = transport_keys(k.to(dtype), beta, log_decay, chunk_size=chunk_size)
-    return out, _final_state(keys, v, level_weights)
+    return out, _final_state(keys, v, level_weights, lengths)
 
 
 def log_linear_step(
@@ -157,17 +161,28 @@ def log_linear_step(
     return out.to(v.dtype), LogLinearState(buckets, state.num_tokens + 1)
 
 
-def _final_state(keys: Tensor, v: Tensor, level_weights: Tensor) -> LogLinearState:
-    """Sum keys already carried to the end, times values, over the bits of the sequence length."""
+def _final_state(
+    keys: Tensor, v: Tensor, level_weights: Tensor, lengths: Tensor | None
+) -> LogLinearState:
+    """Sum keys already carried to the end, times values, over the bits of every row's length."""
     batch, seq_len = keys.shape[:2]
+    values = v.to(keys.dtype)
     num_buckets = max(1, level_weights.shape[-1] - 1)
-    buckets = []
-    stop = seq_len
+    if lengths is not None:
+        if lengths.shape != (batch,):
+            raise ValueError(f"lengths must be (B,) = ({batch},), not {(*lengths.shape,)}")
+        token = torch.arange(seq_len, device=keys.device)
+        differ = lengths.unsqueeze(-1) ^ token
+        bucket = sum(((differ >> bit) > 0).long() for bit in range(1, num_buckets))
+        bucket = torch.where(token < lengths.unsqueeze(-1), bucket, -1)
+        chosen = [(bucket == bit)[..., None, None] * keys for bit in range(num_buckets)]
+        buckets = [torch.einsum("bthk,bthv->bhkv", part, values) for part in chosen]
+        return LogLinearState(torch.stack(buckets, 2), lengths.long())
+    buckets, stop = [], seq_len
     for bit in range(num_buckets):
-        last = bit == num_buckets - 1
-        start = 0 if last else stop - (seq_len & (1 << bit))
-        part = keys[:, start:stop], v[:, start:stop].to(keys.dtype)
-        buckets.append(torch.einsum("bthk,bthv->bhkv", *part))
+        start = 0 if bit == num_buckets - 1 else stop - (seq_len & (1 << bit))
+        part = torch.einsum("bthk,bthv->bhkv", keys[:, start:stop], values[:, start:stop])
+        buckets.append(part)
         stop = start
     counts = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
     return LogLinearState(torch.stack(buckets, 2), counts)

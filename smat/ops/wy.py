@@ -23,6 +23,7 @@ from torch import Tensor
 from smat.ops.decay import FORGETS, LogDecay
 
 TILES_PER_BLOCK = 64  # enough for batched products on all cores, few enough to stay in cache
+SUBSTITUTED_BLOCK = 8
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -88,30 +89,36 @@ def paste(tiles: Tensor, to: Tensor, start: int) -> None:
 def unit_lower_inverse(lower: Tensor) -> Tensor:
     """Invert I + strict lower part of (N, c, c), c a power of two; the upper part is not read.
 
-    Diagonal blocks double in size: [[X, 0], [Z, Y]]^-1 = [[X^-1, 0], [-Y^-1 Z X^-1, Y^-1]].
+    Small diagonal blocks are solved by substitution, all tiles at once; then blocks double in size:
+    [[X, 0], [Z, Y]]^-1 = [[X^-1, 0], [-Y^-1 Z X^-1, Y^-1]].
     Powers of the matrix would take fewer steps, but with keys alike they grow like binomials.
     """
-    num_tiles, size = lower.shape[:2]
-    pair = torch.arange(size, device=lower.device) // 2
-    below = (pair[:, None] == pair).tril(-1)
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device) - lower * below
-    block = 2
+    size = lower.shape[1]
+    block = min(size, SUBSTITUTED_BLOCK)
+    inverse = torch.zeros_like(lower)
+    inverse.diagonal(dim1=1, dim2=2).fill_(1.0)
+    _substitute(lower, inverse, block)
     while block < size:
-        shape = (num_tiles, size // (2 * block), 2, block, size // (2 * block), 2, block)
-        corner = _diagonal_blocks(lower.view(shape)[:, :, 1, :, :, 0])
-        blocks = inverse.view(shape)
-        upper = _diagonal_blocks(blocks[:, :, 0, :, :, 0])
-        under = _diagonal_blocks(blocks[:, :, 1, :, :, 1])
-        filled = torch.bmm(under, torch.bmm(corner, upper)).neg_()
-        filled = filled.view(num_tiles, -1, block, block)
-        blocks[:, :, 1, :, :, 0].diagonal(dim1=1, dim2=3).copy_(filled.permute(0, 2, 3, 1))
+        for start in range(0, size, 2 * block):
+            upper, under = slice(start, start + block), slice(start + block, start + 2 * block)
+            product = torch.bmm(lower[:, under, upper], inverse[:, upper, upper])
+            inverse[:, under, upper] = torch.bmm(inverse[:, under, under], product).neg_()
         block *= 2
     return inverse
 
 
-def _diagonal_blocks(x: Tensor) -> Tensor:
-    """(N, b, s, b, s) -> (N b, s, s)."""
-    return x.diagonal(dim1=1, dim2=3).permute(0, 3, 1, 2).reshape(-1, x.shape[2], x.shape[2])
+def _substitute(lower: Tensor, inverse: Tensor, block: int) -> None:
+    """Fill the strict lower part of the inverse's diagonal blocks, row by row."""
+    shape = (len(lower), lower.shape[1] // block, block, lower.shape[1] // block, block)
+    rows = lower.view(shape).diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
+    rows = rows.contiguous()  # (row, column, tile, block): long vectors for short loops
+    found = rows.neg()
+    for i in range(2, block):
+        for j in range(1, i):
+            found[i, :j].addcmul_(rows[i, j], found[j, :j], value=-1)
+    target = inverse.view(shape).diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
+    for i in range(1, block):
+        target[i, :i] = found[i, :i]
 
 
 class WYTiles:

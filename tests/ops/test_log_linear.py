@@ -197,6 +197,23 @@ def test_rows_may_have_read_different_numbers_of_tokens(form):
             torch.testing.assert_close(out[i : i + 1], expected, rtol=0, atol=1e-14)
 
 
+@each_form
+@pytest.mark.parametrize("levels", [1, 3, 6])
+def test_rows_of_different_lengths_end_in_their_own_states(form, levels):
+    inputs = {n: x.detach().clone() for n, x in make_inputs(form, 13, levels=levels).items()}
+    lengths = torch.tensor([7, 13])
+    inputs["log_decay"][0, 7:] = 0.0
+    if form == "delta":
+        inputs["beta"][0, 7:] = 0.0
+    _, state = FORMS[form](**inputs, output_final_state=True, lengths=lengths, chunk_size=4)
+    assert torch.equal(state.num_tokens, lengths)
+    for row, length in enumerate((7, 13)):
+        alone = {n: x[row : row + 1, :length] for n, x in inputs.items()}
+        _, expected = FORMS[form](**alone, output_final_state=True, chunk_size=4)
+        found = state.buckets[row : row + 1]
+        torch.testing.assert_close(found, expected.buckets, rtol=0, atol=1e-13)
+
+
 def test_decoding_keeps_log_many_states():
     state = LogLinearState.empty(1, 1, num_levels=15, key_dim=2, value_dim=3)
     assert state.buckets.shape == (1, 1, 14, 2, 3)

@@ -64,7 +64,7 @@ def assert_queries_same(inputs, tolerance, grad_tolerance, **kwargs):
 
 
 @pytest.mark.parametrize("chunk_size", [2, 8, 64])
-@pytest.mark.parametrize("seq_len", [1, 2, 17, 64, 65, 100])
+@pytest.mark.parametrize("seq_len", [1, 2, 17, 65])
 def test_keys_and_queries_equal_the_definition(seq_len, chunk_size):
     assert_keys_same(make_inputs(seq_len), 1e-12, 1e-10, chunk_size=chunk_size)
     assert_queries_same(make_inputs(seq_len), 1e-12, 1e-10, chunk_size=chunk_size)
