@@ -17,8 +17,8 @@ def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     where gates are strong an output rounded to half precision would drown what is left.
     """
     q, v = inputs.q, inputs.v
-    out = v.new_zeros(*q.shape[:3], v.shape[-1], dtype=inputs.dtype)
-    normalizer = v.new_zeros(*q.shape[:3], dtype=inputs.dtype)
+    out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=inputs.dtype)
+    normalizer = v.new_empty(*q.shape[:3], dtype=inputs.dtype)
     for share in inputs.shares():
         rows = share.load()  # line 1: phi and psi; the products psi v' are never formed
         y = rows.phi.new_zeros(*rows.phi.shape[:3], rows.v.shape[-1])

@@ -11,6 +11,7 @@ FeatureMap = str | Callable[[Tensor], Tensor]
 
 # Maps that the op applies tile by tile, and whose derivative follows from their value.
 POINTWISE = ("elu", "relu", "identity")
+BLOCK_ELEMENTS = 1 << 17  # of a block that a map works through at a time
 
 
 def pointwise(name: str, x: Tensor) -> Tensor:
@@ -27,6 +28,25 @@ def pointwise(name: str, x: Tensor) -> Tensor:
     if name == "relu":
         return x.clamp(min=0)
     return x
+
+
+def pointwise_rows(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Apply a pointwise map to (..., T, f) and lay the result out row by row, in a given dtype.
+
+    A few thousand tokens at a time: what a map needs in between then stays in cache, where whole
+    temporaries would come from fresh pages each time.
+    """
+    if name == "identity":
+        return x.to(dtype).contiguous()
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    length = x.shape[-2]
+    tokens = (
+        length if x.device.type != "cpu" else max(1, BLOCK_ELEMENTS * length // max(1, x.numel()))
+    )
+    for start in range(0, length, max(1, tokens)):
+        block = slice(start, start + tokens)
+        out[..., block, :] = pointwise(name, x[..., block, :].to(dtype))
+    return out
 
 
 def pointwise_backward_(name: str, value: Tensor, grad: Tensor) -> Tensor:

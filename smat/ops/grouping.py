@@ -2,14 +2,13 @@
 
 Distant keys are grouped by profile, recent queries by type. Three products are all that the long
 range needs, forward and backward, with ``left`` (N, T, r), ``right`` (N, T, p), and a table of one
-r x p state per row and group, stored feature-major as (r, N, groups, p):
+r x p state per row and group, (N, groups, r, p):
 
-    outer_sum   table[:, x] = sum over t in group x of left_t right_t'   pool; adjoint of a read
-    read        right_t     = left_t' table[x(t)]                       read; a gradient of pool
-    read_left   left_t      = table[x(t)] right_t                       the other gradients
+    outer_sum   table[x] = sum over t in group x of left_t right_t'   pool; adjoint of a read
+    read        right_t  = left_t' table[x(t)]                       read; a gradient of pool
+    read_left   left_t   = table[x(t)] right_t                       the other gradients
 
-Feature-major, because one feature's table of (groups, p) is contiguous: it tabulates as it lies,
-and products with it are strided batched GEMMs. No product ever forms a state per token.
+No product ever forms a state per token.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Grouping(Protocol):
     num_groups: int
 
     def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum left_t right_t' over each group, -> (r, N, groups, p)."""
+        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
 
     def read(self, left: Tensor, table: Tensor) -> Tensor:
         """Contract each token's left vector with its group's state, -> (N, T, p)."""
@@ -65,31 +64,26 @@ class PeriodicGroups:
             by_row.copy_(padded.view(num_rows, num_turns, self.num_groups, width))
         return grid.view(num_turns, -1, width).transpose(0, 1)
 
-    def _from_grid(self, grid: Tensor, num_rows: int, length: int) -> Tensor:
-        """(N groups, turns, f) -> (N, T, f)."""
-        turns = grid.transpose(0, 1).unflatten(1, (num_rows, self.num_groups))
-        flat = turns.transpose(0, 1).flatten(1, 2)
-        return flat[:, self.first : self.first + length]
-
     def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum left_t right_t' over each group, -> (r, N, groups, p)."""
-        table = left.new_empty(left.shape[-1], len(left), self.num_groups, right.shape[-1])
-        torch.bmm(self._grid(left).mT, self._grid(right), out=table.flatten(1, 2).transpose(0, 1))
-        return table
+        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
+        states = torch.bmm(self._grid(left).mT, self._grid(right))
+        return states.view(len(left), self.num_groups, *states.shape[1:])
 
     def read(self, left: Tensor, table: Tensor) -> Tensor:
         """Contract each token's left vector with its group's state, -> (N, T, p)."""
-        return self._read(left, table.flatten(1, 2).transpose(0, 1))
+        return self._read(left, table.flatten(0, 1))
 
     def read_left(self, right: Tensor, table: Tensor) -> Tensor:
         """Contract each token's right vector with its group's state, -> (N, T, r)."""
-        return self._read(right, table.flatten(1, 2).permute(1, 2, 0))
+        return self._read(right, table.flatten(0, 1).mT)
 
     def _read(self, x: Tensor, states: Tensor) -> Tensor:
-        grid = self._grid(x)
-        out = x.new_empty(grid.shape[1], grid.shape[0], states.shape[-1]).transpose(0, 1)
-        torch.bmm(grid, states, out=out)
-        return self._from_grid(out, *x.shape[:2])
+        num_rows, length = x.shape[:2]
+        answers = torch.bmm(self._grid(x), states).view(
+            num_rows, self.num_groups, -1, states.shape[-1]
+        )
+        in_order = answers.transpose(1, 2).flatten(1, 2)
+        return in_order[:, self.first : self.first + length]
 
 
 class SortedGroups:
@@ -113,21 +107,21 @@ class SortedGroups:
         self.offsets = counts.cumsum(0) - counts
 
     def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum left_t right_t' over each group, -> (r, N, groups, p)."""
+        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
         weights = left.flatten(0, 1)[self.order].T.contiguous()
         values = right.flatten(0, 1).contiguous()
-        table = left.new_empty(len(weights), len(self.offsets), values.shape[-1])
+        table = left.new_empty(len(self.offsets), len(weights), values.shape[-1])
         for feature, weight in enumerate(weights):
-            table[feature] = F.embedding_bag(
+            table[:, feature] = F.embedding_bag(
                 self.order, values, self.offsets, mode="sum", per_sample_weights=weight
             )
-        return table.unflatten(1, (len(left), self.num_groups))
+        return table.view(len(left), self.num_groups, *table.shape[1:])
 
     def _samples(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """List, for every token in sorted order, the table rows of all features."""
-        key_dim, num_entries = table.shape[0], table.shape[1] * self.num_groups
-        feature = torch.arange(key_dim, device=table.device) * num_entries
-        rows = (self.entry[self.order][:, None] + feature).flatten()
+        """List, for every token in sorted order, the rows of its state: one for each feature."""
+        key_dim = table.shape[2]
+        feature = torch.arange(key_dim, device=table.device)
+        rows = (self.entry[self.order][:, None] * key_dim + feature).flatten()
         bags = torch.arange(0, len(rows), key_dim, device=table.device)
         return table.reshape(-1, table.shape[-1]), rows, bags
 
@@ -141,8 +135,13 @@ class SortedGroups:
     def read_left(self, right: Tensor, table: Tensor) -> Tensor:
         """Contract each token's right vector with its group's state, -> (N, T, r)."""
         states, rows, bags = self._samples(table)
-        bag_of_row = torch.arange(len(bags), device=rows.device).repeat_interleave(len(table))
+        token = torch.arange(len(bags), device=rows.device)
         dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(
-            right.flatten(0, 1)[self.order], states, rows, bags, bag_of_row, 0
+            right.flatten(0, 1)[self.order],
+            states,
+            rows,
+            bags,
+            token.repeat_interleave(table.shape[2]),
+            0,
         ).view(len(bags), -1)
         return torch.empty_like(dots).index_copy_(0, self.order, dots).view(*right.shape[:2], -1)

@@ -7,7 +7,7 @@ With gates, a key is pooled with exp(lambda_n - lambda_j) and a query reads with
 exp(lambda_i - lambda_n), n the boundary: both are at most 1 (lemma "Gated SMat").
 
 Work is O(T r p) for pooling and reading, and (d-2) q^d r p for each fold. Tables are held for a
-block of features at a time, feature-major, so that at d = 4 no whole table ever exists.
+block of features at a time, so that at d = 4 no whole table ever exists.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ class LongRangeBranch:
             yield segment, table
 
     def _transform(self, transform: Callable[..., Tensor], table: Tensor) -> Tensor:
-        """Tabulate or back-project (r, N, ., p) tables."""
+        """Tabulate or back-project (N, ., r, p) tables."""
         geometry = self.routing.geometry
-        rows = transform(table.flatten(0, 1), geometry.field_size, geometry.ambient_dim)
-        return rows.unflatten(0, table.shape[:2])
+        rows = transform(table.flatten(2), geometry.field_size, geometry.ambient_dim)
+        return rows.unflatten(2, table.shape[2:])
 
     def _feature_blocks(self) -> Iterator[slice]:
         """Cut the features so that one block's table stays small."""
@@ -198,9 +198,9 @@ class LongRangeBranch:
         return decay.between(after, boundary, self.psi.dtype).unsqueeze(-1)
 
     def _between_boundaries(self, decay: LogDecay, earlier: int, later: int) -> Tensor:
-        """What a move of the boundary leaves of the type table, (1, N, 1, 1)."""
+        """What a move of the boundary leaves of the type table, (N, 1, 1, 1)."""
         edge = torch.tensor([later, earlier], device=self.psi.device)
-        return decay.between(edge[0], edge[1], self.psi.dtype).view(1, -1, 1, 1)
+        return decay.between(edge[0], edge[1], self.psi.dtype).view(-1, 1, 1, 1)
 
     def _scaled(self, grad_y: Tensor, segment: Segment, head: int) -> Tensor:
         """Take the gradient of a segment's outputs through the decay since the boundary."""

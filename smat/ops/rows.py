@@ -16,7 +16,7 @@ from torch import Tensor
 from smat.masks import Segment, SMatMask
 from smat.ops.causal import CausalBranch
 from smat.ops.decay import LogDecay
-from smat.ops.feature_maps import pointwise
+from smat.ops.feature_maps import pointwise_rows
 from smat.ops.long_range import LongRangeBranch, Routing
 from smat.ops.pieces import Block, cut_blocks
 
@@ -127,8 +127,8 @@ class Share:
     def load(self) -> Rows:
         """Bring this share into the arrays that the branches work on."""
         inputs, dtype = self.inputs, self.inputs.dtype
-        phi = pointwise(inputs.feature_map, self.queries(inputs.q).to(dtype))
-        key_features = pointwise(inputs.feature_map, self.keys(inputs.k).to(dtype))
+        phi = pointwise_rows(inputs.feature_map, self.queries(inputs.q), dtype)
+        key_features = pointwise_rows(inputs.feature_map, self.keys(inputs.k), dtype)
         psi = key_features
         if inputs.key_gate is not None:
             psi = psi * self.keys(inputs.key_gate).to(dtype).unsqueeze(-1)
@@ -140,9 +140,9 @@ class Share:
             decay = LogDecay(self.keys(inputs.log_decay))
         v, blocks = self._values(), self._blocks(len(psi))
         return Rows(
-            phi.contiguous(), key_features, psi, far, v,
-            CausalBranch(psi.contiguous(), v, decay, blocks, self.positions),
-            LongRangeBranch(far.contiguous(), v, decay, self._routing()),
+            phi, key_features, psi, far, v,
+            CausalBranch(psi, v, decay, blocks, self.positions),
+            LongRangeBranch(far, v, decay, self._routing()),
         )  # fmt: skip
 
     def _values(self) -> Tensor:
