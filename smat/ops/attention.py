@@ -23,9 +23,11 @@ def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
         rows = share.load()  # line 1: phi and psi; the products psi v' are never formed
         y = rows.phi.new_zeros(*rows.phi.shape[:3], rows.v.shape[-1])
         # Lines 2-4: pool by profile, tabulate, read by type.
-        rows.long_range.forward(rows.phi, y)
+        if inputs.branch != "causal":
+            rows.long_range.forward(rows.phi, y)
         # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles.
-        rows.causal.forward(rows.phi, y)
+        if inputs.branch != "long_range":
+            rows.causal.forward(rows.phi, y)
         if inputs.normalize:
             y, total = y[..., :-1], y[..., -1]
             share.put_queries(total, normalizer)
@@ -56,8 +58,10 @@ def smat_backward(
         grad_phi = torch.zeros_like(rows.phi)
         grad_psi, grad_v = torch.zeros_like(rows.psi), torch.zeros_like(rows.v)
         grad_far = grad_psi if rows.far is rows.psi else torch.zeros_like(rows.psi)
-        rows.long_range.backward(rows.phi, grad_y, grad_phi, grad_far, grad_v)
-        rows.causal.backward(rows.phi, grad_y, grad_phi, grad_psi, grad_v)
+        if inputs.branch != "causal":
+            rows.long_range.backward(rows.phi, grad_y, grad_phi, grad_far, grad_v)
+        if inputs.branch != "long_range":
+            rows.causal.backward(rows.phi, grad_y, grad_phi, grad_psi, grad_v)
         _put_grads(share, rows, (grad_phi, grad_psi, grad_far, grad_v), grads)
     return grads
 

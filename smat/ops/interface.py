@@ -17,6 +17,8 @@ from smat.ops.padding import Padding
 if TYPE_CHECKING:
     from smat.ops.decode import SMatState
 
+BRANCHES = ("both", "causal", "long_range")
+
 
 def smat_attention(
     q: Tensor,
@@ -35,6 +37,7 @@ def smat_attention(
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     output_final_state: bool = False,
+    branch: str = "both",
     backend: str = "auto",
 ) -> tuple[Tensor, SMatState | None]:
     """Attend under an SMat mask, in work linear in T for every VC dimension.
@@ -69,12 +72,17 @@ def smat_attention(
             alone under ``mask.for_length(its length)``.
         output_final_state: Return the state from which ``state.step`` decodes on; it has no
             gradient.
+        branch: "both", or only what a query sees of its recent keys, "causal" (a recurrence that is
+            reset at the boundary), or of the distant ones, "long_range". Both together are the sum
+            of the two if ``normalize`` is False.
         backend: "auto", "torch".
 
     Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of
     them that is given so, one for each query head.
     """
     choose_backend(backend, q)
+    if branch not in BRANCHES:
+        raise ValueError(f"branch must be one of {', '.join(BRANCHES)}, got {branch!r}")
     check_arguments(
         q, k, v, mask, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,
         profile=profile, query_type=query_type, positions=positions,
@@ -99,7 +107,7 @@ def smat_attention(
         query_type = None if query_type is None else query_type[:, rows]
     wide, _ = attend(
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, rows, cu_seqlens,
-        mask.recipe, pointwise, normalize,
+        mask.recipe, pointwise, normalize, branch,
     )  # fmt: skip
     out = wide.to(v.dtype)
     if order is not None:

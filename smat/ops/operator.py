@@ -20,9 +20,8 @@ def _mask_from(recipe: str) -> SMatMask:
     return SMatMask.from_dict(json.loads(recipe))
 
 
-def _inputs(tensors: tuple[Any, ...], recipe: str, feature_map: str, normalize: bool) -> Inputs:
-    options: tuple[Any, ...] = (_mask_from(recipe), feature_map, normalize)
-    return Inputs(*tensors, *options)
+def _inputs(tensors: tuple[Any, ...], recipe: str, *options: Any) -> Inputs:
+    return Inputs(*tensors, _mask_from(recipe), *options)
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())
@@ -40,12 +39,13 @@ def attend(
     mask: str,
     feature_map: str,
     normalize: bool,
+    branch: str,
 ) -> tuple[Tensor, Tensor]:
     """Attend under a mask given by its recipe: the operator that autograd and compilers see."""
     tensors = (
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
     )  # fmt: skip
-    inputs = _inputs(tensors, mask, feature_map, normalize)
+    inputs = _inputs(tensors, mask, feature_map, normalize, branch)
     check_values(log_decay, profile, query_type, cu_seqlens, positions, inputs.mask, k.shape[1])
     with torch.autocast(q.device.type, enabled=False):  # sums keep the dtype that the op chose
         return smat_forward(inputs)
@@ -76,12 +76,13 @@ def attend_backward(
     mask: str,
     feature_map: str,
     normalize: bool,
+    branch: str,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and of those gates that were given."""
     tensors = (
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
     )  # fmt: skip
-    inputs = _inputs(tensors, mask, feature_map, normalize)
+    inputs = _inputs(tensors, mask, feature_map, normalize, branch)
     with torch.autocast(q.device.type, enabled=False):
         return list(smat_backward(inputs, grad_out, out, normalizer).values())
 
@@ -100,7 +101,7 @@ def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     out, normalizer, *tensors = ctx.saved_tensors
     grads = iter(attend_backward(grad_out, out, normalizer, *tensors, *ctx.options))
     named = [None if x is None else next(grads) for x in tensors[:6]]
-    return (*named, *[None] * 7)
+    return (*named, *[None] * 8)
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

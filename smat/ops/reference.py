@@ -38,6 +38,7 @@ def reference_attention(
     positions: Tensor | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    branch: str = "both",
 ) -> Tensor:
     """Attend densely: the arguments of ``smat_attention``, the output alone.
 
@@ -62,7 +63,8 @@ def reference_attention(
         taken = {
             name: None if value is None else value[row, index] for name, value in per_token.items()
         }
-        dense = _attend(phi[row, index], psi[row, index], v[row, index], row_mask, normalize, taken)
+        arrays = phi[row, index], psi[row, index], v[row, index]
+        dense = _attend(*arrays, row_mask, normalize, branch, taken)
         out = out.index_put((torch.full_like(index, row), index), dense)
     return out if positions is None else out[:, positions]
 
@@ -88,7 +90,13 @@ def _sequences(
 
 
 def _attend(
-    phi: Tensor, psi: Tensor, v: Tensor, mask: Any, normalize: bool, per_token: dict[str, Any]
+    phi: Tensor,
+    psi: Tensor,
+    v: Tensor,
+    mask: Any,
+    normalize: bool,
+    branch: str,
+    per_token: dict[str, Any],
 ) -> Tensor:
     """Attend within one sequence, (T, H, .) -> (T, H, V)."""
     length, num_heads = phi.shape[:2]
@@ -107,10 +115,11 @@ def _attend(
     }
     support = mask.dense(length, device=phi.device, **routing).to(phi.dtype)
     weights = support.reshape(-1, length, length).expand(num_heads, length, length)
+    position = torch.arange(length, device=phi.device)
+    distant = position < mask.boundaries(length, phi.device)[:, None]
+    if branch != "both":
+        weights = weights * (distant if branch == "long_range" else ~distant)
     if given["write_weight"] is not None:
-        distant = (
-            torch.arange(length, device=phi.device) < mask.boundaries(length, phi.device)[:, None]
-        )
         weights = torch.where(distant, weights * given["write_weight"].T[:, None, :], weights)
     if given["log_decay"] is not None:
         weights = weights * _decay(given["log_decay"])

@@ -46,6 +46,7 @@ class Inputs:
     mask: SMatMask
     feature_map: str
     normalize: bool
+    branch: str  # "both", or one of "causal" and "long_range"
 
     @property
     def dtype(self) -> torch.dtype:
