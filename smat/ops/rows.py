@@ -160,10 +160,11 @@ class Share:
     def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
 
-        Only a write weight tells distant keys from recent ones there.
+        Only a write weight, or one branch alone, tells distant keys from recent ones there.
         """
         length = self.span.stop - self.span.start
-        if self.mask.vc_dim == 1 and self.inputs.write_weight is None:
+        tells_apart = self.inputs.write_weight is not None or self.inputs.branch != "both"
+        if self.mask.vc_dim == 1 and not tells_apart:
             return (Segment(0, self.mask.check_length(length), 0),)
         return self.mask.segments(length)
 
