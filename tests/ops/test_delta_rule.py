@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smat.ops import delta_chunks
 from smat.ops.delta_rule import _delta_rule, delta_rule, delta_rule_step
 from smat.ops.recurrent_reference import delta_rule_reference
 
@@ -56,9 +57,15 @@ def assert_same(inputs, tolerance, grad_tolerance, **kwargs):
 
 
 @pytest.mark.parametrize("chunk_size", [2, 8, 64])
-@pytest.mark.parametrize("seq_len", [1, 2, 17, 64, 131])
+@pytest.mark.parametrize("seq_len", [1, 2, 17, 131])
 def test_outputs_states_and_gradients_equal_the_sequential_ones(seq_len, chunk_size):
     assert_same(make_inputs(seq_len), 1e-12, 1e-10, chunk_size=chunk_size)
+
+
+@pytest.mark.parametrize("tiles", [1, 8, 12])
+def test_blocks_of_chunks_may_be_cut_anywhere(tiles, monkeypatch):
+    monkeypatch.setattr(delta_chunks, "TILES_PER_BLOCK", tiles)
+    assert_same(make_inputs(45), 1e-12, 1e-10, chunk_size=8)
 
 
 @pytest.mark.parametrize("absent", ["log_decay", "initial_state", "log_decay initial_state"])
@@ -216,6 +223,14 @@ def test_backward_keeps_the_inputs_and_one_state_a_chunk():
         delta_rule(**inputs, chunk_size=16)
     states = (256 // 16 + 1) * inputs["initial_state"].numel()
     assert sum(kept) <= sum(x.numel() for x in inputs.values()) + states
+
+
+def test_without_gradients_no_states_are_kept_and_nothing_changes():
+    inputs = make_inputs(70)
+    expected = delta_rule(**inputs, output_final_state=True, chunk_size=2)
+    with torch.no_grad():
+        found = delta_rule(**inputs, output_final_state=True, chunk_size=2)
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
 def test_compiles_whole_and_for_any_length():

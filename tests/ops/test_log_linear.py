@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smat.ops import log_linear_decay, log_linear_delta
 from smat.ops.delta_rule import delta_rule
 from smat.ops.log_linear import (
     LogLinearState,
@@ -76,6 +77,14 @@ def step_through(inputs, state, tokens):
 @pytest.mark.parametrize("seq_len", [1, 2, 17, 41, 64])
 def test_outputs_and_gradients_equal_the_definition(form, seq_len, chunk_size):
     assert_same(form, make_inputs(form, seq_len), 1e-12, 1e-10, chunk_size=chunk_size)
+
+
+@each_form
+@pytest.mark.parametrize("tiles", [1, 3, 7])
+def test_blocks_of_tiles_may_be_cut_anywhere(form, tiles, monkeypatch):
+    for module in (log_linear_decay, log_linear_delta):
+        monkeypatch.setattr(module, "TILES_PER_BLOCK", tiles)
+    assert_same(form, make_inputs(form, 23), 1e-12, 1e-10, chunk_size=4)
 
 
 @each_form
