@@ -1,0 +1,1 @@
+"""Benchmarks: each checks before it times, and times everything that it compares in one process."""

@@ -1,0 +1,215 @@
+"""`smat bench` checks before it times, and writes what it prints. No test asserts a time."""
+
+import json
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+
+import smat
+from smat.__main__ import main
+
+SMALL = [
+    "--heads", "2", "--key-dim", "4", "--value-dim", "4", "--chunk-size", "8", "--repeats", "2",
+]  # fmt: skip
+ENVIRONMENT = {
+    "time", "machine", "processor", "device", "num_cores", "num_threads", "load_average", "system",
+    "python", "torch", "smat", "commit",
+}  # fmt: skip
+TIMING = {"median", "low", "high", "slowest", "num_runs", "minor_faults", "major_faults"}
+
+
+@pytest.fixture(autouse=True)
+def small_product(monkeypatch):
+    """A matrix product of 2048^3 takes longer than all of these tests."""
+    from smat.bench.attention_config import AttentionConfig
+
+    monkeypatch.setattr(AttentionConfig, "__init__", _with_gemm_size(AttentionConfig.__init__))
+
+
+def _with_gemm_size(init):
+    return lambda self, *args, **options: init(self, *args, **{"gemm_size": 64, **options})
+
+
+def run(capsys, tmp_path, *arguments):
+    """Run a command that writes into a fresh folder; return status, output, error, result."""
+    written = tmp_path / "result.json"
+    status = main(["bench", *arguments, "--json-out", str(written)])
+    printed = capsys.readouterr()
+    result = json.loads(written.read_text()) if written.exists() else None
+    return status, printed.out, printed.err, result
+
+
+def assert_sound(result, name):
+    assert result["benchmark"] == name
+    assert set(result["environment"]) == ENVIRONMENT
+    assert result["checks"]
+    for check in result["checks"]:
+        assert check["error"] <= check["tolerance"]
+    for row in result["rows"]:
+        assert set(row["timing"]) == TIMING
+        assert all(math.isfinite(value) for value in row["timing"].values())
+
+
+def test_tabulate(capsys, tmp_path):
+    status, out, _, result = run(
+        capsys, tmp_path, "tabulate", "--case", "3,3", "--case", "5,4", "--columns", "7",
+        "--repeats", "2", "--dense-limit", "0.01", "--no-memory",
+    )  # fmt: skip
+    assert status == 0
+    assert_sound(result, "tabulate")
+    found = [(row["field_size"], row["vc_dim"], row["method"]) for row in result["rows"]]
+    assert found == [
+        (3, 3, "factored"), (3, 3, "algorithm2"), (3, 3, "dense"),
+        (5, 4, "factored"), (5, 4, "algorithm2"),
+    ]  # fmt: skip
+    assert result["rows"][0]["ratio_to_factored"] == 1
+    assert result["rows"][2]["kept_bytes"] == 4 * 9 * 12  # fp32, 9 points on 12 lines
+    assert result["rows"][4]["kept_bytes"] == 8 * 155 * 25  # int64, 25 points on 155 planes
+    assert "algorithm2" in out
+    assert "…" not in out
+
+
+def test_tabulate_measures_working_memory(capsys, tmp_path):
+    _, _, _, result = run(
+        capsys, tmp_path, "tabulate", "--case", "3,2", "--columns", "5", "--repeats", "1",
+        "--dense-limit", "0",
+    )  # fmt: skip
+    assert [row["working_bytes"] >= 0 for row in result["rows"]] == [True, True]
+
+
+def test_prefill(capsys, tmp_path):
+    figure = tmp_path / "figure.png"
+    status, out, _, result = run(
+        capsys, tmp_path, "prefill", "--seq-len", "64", "--seq-len", "128", "--vc-dim", "3",
+        "--both", "--window-step", "16", "--softmax-up-to", "64", "--no-memory",
+        "--figure-out", str(figure), *SMALL,
+    )  # fmt: skip
+    assert status == 0
+    assert_sound(result, "prefill")
+    variants = [
+        "d=1", "d=3", "d=3 window(16)", "d=1 gated", "d=3 gated", "d=3 gated window(16)",
+    ]  # fmt: skip
+    assert [row["name"] for row in result["rows"]] == [*variants, "softmax", *variants]
+    assert set(result["growth"]) == set(variants)
+    first = {row["name"]: row for row in result["rows"] if row["seq_len"] == 64}
+    assert first["d=1"]["ratio_to_d1"] == first["d=3"]["ratio_to_plain"] == 1
+    assert first["d=1 gated"]["ratio_to_d1"] == first["softmax"]["softmax_ratio"] == 1
+    assert first["d=3"]["io_bytes"] == 4 * 64 * 2 * 16
+    bound = 2 * ((64 ** (2 / 3) + 64 / 8) * 4 * 5 + 64)
+    assert math.isclose(first["d=3"]["bound_bytes"], 4 * bound)
+    assert [rate["seq_len"] for rate in result["rates"]] == [64, 128]
+    assert all(rate["fraction_of_gemm"] > 0 for rate in result["rates"])
+    assert figure.stat().st_size > 1000
+    assert "d=3 gated window(16)" in out
+    assert "…" not in out
+
+
+def test_train_compares_softmax_on_fewer_heads(capsys, tmp_path):
+    status, out, _, result = run(
+        capsys, tmp_path, "train", "--seq-len", "64", "--vc-dim", "2", "--gated",
+        "--softmax-heads", "1", "--no-memory", "--figure-out", str(tmp_path / "f.svg"), *SMALL,
+    )  # fmt: skip
+    assert status == 0
+    assert_sound(result, "train")
+    quantities = {check["quantity"] for check in result["checks"]}
+    assert quantities == {"output", *(f"gradient of {name}" for name in "qkv"),
+                          "gradient of log_decay"}  # fmt: skip
+    assert [row["heads"] for row in result["rows"]] == [2, 2, 1]
+    assert result["growth"] == {}
+    assert "softmax, 1 head " in out
+
+
+def test_train_measures_peak_memory(capsys, tmp_path):
+    _, _, _, result = run(
+        capsys, tmp_path, "train", "--seq-len", "64", "--vc-dim", "1", "--against", "none",
+        "--figure-out", str(tmp_path / "f.png"), *SMALL,
+    )  # fmt: skip
+    assert [row["peak_extra_bytes"] >= 0 for row in result["rows"]] == [True]
+
+
+@pytest.mark.parametrize("wrong", [lambda out: out * 1.001, lambda out: out / 0])
+@pytest.mark.parametrize("command", ["prefill", "train"])
+def test_a_wrong_op_is_not_timed(capsys, tmp_path, monkeypatch, command, wrong):
+    right = smat.smat_attention
+
+    def broken(q, k, v, mask, **options):
+        out, state = right(q, k, v, mask, **options)
+        return wrong(out) if mask.vc_dim == 3 else out, state
+
+    monkeypatch.setattr(smat, "smat_attention", broken)
+    status, _, err, result = run(
+        capsys, tmp_path, command, "--seq-len", "64", "--vc-dim", "3", "--no-memory", *SMALL
+    )
+    assert (status, result) == (1, None)
+    (line,) = (line for line in err.splitlines() if line.strip())
+    assert line.startswith("smat: error: d=3: the output at T = 61 is off by")
+    assert line.endswith("nothing was timed")
+
+
+def test_a_wrong_gradient_is_not_timed(capsys, tmp_path, monkeypatch):
+    right = smat.smat_attention
+
+    def broken(q, k, v, mask, **options):
+        out, state = right(q, k, v, mask, **options)
+        return out + (v - v.detach()).mul(0.01), state
+
+    monkeypatch.setattr(smat, "smat_attention", broken)
+    arguments = ["--seq-len", "64", "--vc-dim", "1", "--no-memory", *SMALL]
+    status, _, err, _ = run(capsys, tmp_path, "train", *arguments)
+    assert status == 1
+    assert "d=1: the gradient of v" in err
+
+
+def test_a_wrong_tabulation_is_not_timed(capsys, tmp_path, monkeypatch):
+    from smat.geometry import radon
+
+    right = radon.tabulate_tables
+
+    def broken(table, field_size, ambient_dim, method, out):
+        return right(table, field_size, ambient_dim, method, out=out).mul_(1.01)
+
+    monkeypatch.setattr(radon, "tabulate_tables", broken)
+    status, _, err, result = run(capsys, tmp_path, "tabulate", "--case", "3,3")
+    assert (status, result) == (1, None)
+    assert "q=3, d=3, factored: the type table" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["tabulate", "--case", "4,3"], "must be prime, got 4"),
+        (["tabulate", "--case", "seventeen"], "not 'seventeen'"),
+        (["prefill", "--seq-len", "0"], "seq_len must be 1 or more, but it is 0"),
+        (["prefill", "--seq-len", "8", "--seq-len", "8"], "once, but they are [8, 8]"),
+        (["train", "--dtype", "bf16"], "use fp32 or fp64"),
+        (["train", "--softmax-heads", "5"], "must lie in 1..4, but it is 5"),
+        (["prefill", "--schedule", "fixed", "--window-step", "8"], "needs --schedule window"),
+        (["decode", "--context", "3"], "one is 3"),
+    ],
+)
+def test_bad_options_are_one_line(capsys, tmp_path, arguments, message):
+    status, _, err, result = run(capsys, tmp_path, *arguments)
+    assert (status, result) == (1, None)
+    (line,) = (line for line in err.splitlines() if line.strip())
+    assert line.startswith("smat: error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("command", ["tabulate", "prefill", "train", "decode"])
+def test_help_has_examples(capsys, command):
+    assert main(["bench", command, "--help"]) == 0
+    assert f"smat bench {command} " in capsys.readouterr().out
+
+
+def test_presets_give_way_to_options(capsys, tmp_path):
+    status, _, _, result = run(
+        capsys, tmp_path, "prefill", "--preset", "window", "--seq-len", "64", "--window-step", "16",
+        "--vc-dim", "2", "--no-memory", "--figure-out", str(tmp_path / "f.png"), *SMALL,
+    )  # fmt: skip
+    assert status == 0
+    assert [row["name"] for row in result["rows"]] == ["d=1", "d=2", "d=2 window(16)"]
+    assert torch.get_num_threads() == result["environment"]["num_threads"]
