@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -80,12 +81,24 @@ class Favor:
         key_dim = x.shape[-1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) * key_dim**-0.25
         num_features = self.num_features or key_dim
-        weights = _orthogonal_gaussian(num_features, key_dim, self.seed).to(wide)
+        weights = favor_weights(wide.detach(), num_features, self.seed)
         with torch.autocast(x.device.type, enabled=False):
             exponent = wide @ weights.T - wide.square().sum(-1, keepdim=True) / 2
         return (exponent.exp() * num_features**-0.5).to(x.dtype)
 
 
+@torch.library.custom_op("smat::favor_weights", mutates_args=())
+def favor_weights(like: Tensor, num_features: int, seed: int) -> Tensor:
+    """Draw w for x like (..., K): (r, K). An operator, since compilers cannot trace a seed."""
+    return _orthogonal_gaussian(num_features, like.shape[-1], seed).to(like, copy=True)
+
+
+@favor_weights.register_fake
+def _(like: Tensor, num_features: int, seed: int) -> Tensor:
+    return like.new_empty(num_features, like.shape[-1])
+
+
+@lru_cache(maxsize=16)
 def _orthogonal_gaussian(num_rows: int, num_columns: int, seed: int) -> Tensor:
     """Draw Gaussian rows, orthogonal within blocks of as many rows as columns."""
     generator = torch.Generator().manual_seed(seed)

@@ -238,6 +238,22 @@ def test_gradcheck_of_every_entry():
         assert torch.autograd.gradcheck(run, tuple(own.values()))
 
 
+@pytest.mark.parametrize("boundary", SCHEDULES, ids=str)
+@pytest.mark.parametrize("vc_dim", [1, 3])
+def test_the_branches_add_up(boundary, vc_dim):
+    """What a query sees of its recent keys and of its distant keys, apart and together."""
+    mask = smat.SMatMask(75, vc_dim, 8, boundary=boundary)
+    inputs = make_inputs(75) | {"log_decay": mild_gates((2, 75, 2))}
+    both, causal, long_range = (
+        attend(inputs, mask, normalize=False, branch=branch)
+        for branch in ("both", "causal", "long_range")
+    )
+    grads = {name: causal[1][name] + long_range[1][name] for name in both[1]}
+    assert_same(both, (causal[0] + long_range[0], grads))
+    first = mask.boundaries().nonzero()[:1].flatten().tolist() or [75]
+    assert not long_range[0][:, : first[0]].any()
+
+
 def test_gradients_only_where_they_are_asked_for():
     mask, inputs = smat.SMatMask(40, 3, 4), make_inputs(40)
     gates = mixed_gates((2, 40, 2)).requires_grad_()

@@ -1,0 +1,72 @@
+"""Sums and reads by group, against loops over tokens, and each other's adjoints."""
+
+import pytest
+import torch
+
+from smat.ops.grouping import PeriodicGroups, SortedGroups
+from tests.ops.comparison import poisoned_memory
+
+SHAPES = [(1, 1, 3), (1, 17, 5), (3, 17, 5), (2, 10, 5), (2, 4, 9), (3, 20, 1)]
+
+
+def normal(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def groupings(num_rows, length, num_groups):
+    """List (grouping, group of every token), positional and by content."""
+    for first in (0, 2, num_groups + 1):
+        index = (torch.arange(length) + first) % num_groups
+        yield PeriodicGroups(num_groups, first), index.expand(num_rows, -1)
+    generator = torch.Generator().manual_seed(0)
+    index = torch.randint(num_groups, (num_rows, length), generator=generator)
+    yield SortedGroups(index, num_groups), index
+    lonely = torch.full_like(index, num_groups - 1)
+    yield SortedGroups(lonely, num_groups), lonely
+
+
+@pytest.mark.parametrize(("num_rows", "length", "num_groups"), SHAPES)
+def test_products_equal_loops(num_rows, length, num_groups):
+    left, right = normal(num_rows, length, 4), normal(num_rows, length, 3, seed=1)
+    table = normal(num_rows, num_groups, 4, 3, seed=2)
+    for groups, index in groupings(num_rows, length, num_groups):
+        sums = torch.zeros_like(table)
+        read, read_left = torch.zeros_like(right), torch.zeros_like(left)
+        for row in range(num_rows):
+            for token, group in enumerate(index[row].tolist()):
+                sums[row, group] += torch.outer(left[row, token], right[row, token])
+                state = table[row, group]
+                read[row, token] = left[row, token] @ state
+                read_left[row, token] = state @ right[row, token]
+        with poisoned_memory():
+            found = groups.outer_sum(left, right), groups.read(left, table)
+            found_left = groups.read_left(right, table)
+        torch.testing.assert_close(found[0], sums, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(found[1], read, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(found_left, read_left, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(("num_rows", "length", "num_groups"), SHAPES)
+def test_reading_is_the_adjoint_of_summing(num_rows, length, num_groups):
+    left, right = normal(num_rows, length, 4), normal(num_rows, length, 3, seed=1)
+    table = normal(num_rows, num_groups, 4, 3, seed=2)
+    for groups, _ in groupings(num_rows, length, num_groups):
+        through_sum = (groups.outer_sum(left, right) * table).sum()
+        torch.testing.assert_close((groups.read(left, table) * right).sum(), through_sum)
+        torch.testing.assert_close((groups.read_left(right, table) * left).sum(), through_sum)
+
+
+def test_strided_views_of_features():
+    """The op hands over slices of features and of time."""
+    wide, table = normal(2, 9, 8), normal(2, 4, 3, 5)
+    left, right = wide[..., 2:5], normal(2, 12, 5)[:, 3:]
+    for groups, _ in groupings(2, 9, 4):
+        assert not left.is_contiguous()
+        first = groups.outer_sum(left, right)
+        second = groups.outer_sum(left.contiguous(), right.contiguous())
+        assert torch.equal(first, second)
+        assert torch.equal(groups.read(left, table), groups.read(left.contiguous(), table))
+        assert torch.equal(
+            groups.read_left(right, table), groups.read_left(right.contiguous(), table)
+        )
