@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from smat.ops.causal import BlockGrads
 from smat.ops.decay import grad_log_decay
 from smat.ops.feature_maps import pointwise_backward_
-from smat.ops.rows import Inputs, Rows, Share
+from smat.ops.long_range import LongRangeGrads
+from smat.ops.pieces import Block
+from smat.ops.rows import Inputs, Share, inverse_or_zero
+
+DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight")
 
 
 def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -20,83 +27,103 @@ def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
     out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=inputs.dtype)
     normalizer = v.new_empty(*q.shape[:3], dtype=inputs.dtype)
     for share in inputs.shares():
-        rows = share.load()  # line 1: phi and psi; the products psi v' are never formed
-        y = rows.phi.new_zeros(*rows.phi.shape[:3], rows.v.shape[-1])
         # Lines 2-4: pool by profile, tabulate, read by type.
-        if inputs.branch != "causal":
-            rows.long_range.forward(rows.phi, y)
-        # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles.
-        if inputs.branch != "long_range":
-            rows.causal.forward(rows.phi, y)
-        if inputs.normalize:
-            y, total = y[..., :-1], y[..., -1]
-            share.put_queries(total, normalizer)
-            y = y * _inverse(total).unsqueeze(-1)
-        share.put_queries(y, out)
+        distant = share.long_range.forward() if inputs.branch != "causal" else None
+        # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles; add, divide once.
+        for block, taken, y in _recent(share):
+            seen = None if distant is None else distant.of(block.boundary, taken)
+            y = y if seen is None else y + seen
+            if inputs.normalize:
+                y, total = y[..., :-1], y[..., -1]
+                share.put_queries(total, normalizer, taken)
+                y = y * inverse_or_zero(total).unsqueeze(-1)
+            share.put_queries(y, out, taken)
     return out, normalizer
 
 
-def _inverse(normalizer: Tensor) -> Tensor:
-    """Invert normalisers; a row that saw nothing has normaliser 0 and output 0.
-
-    So has a row whose weights all fell below the smallest normal number, where 1 / s overflows.
-    """
-    sees_nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
-    return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
+def _recent(share: Share) -> Iterator[tuple[Block, slice, Tensor]]:
+    """Yield what the causal branch answers; nothing but zeros if it is not asked."""
+    causal = share.causal
+    if share.inputs.branch != "long_range":
+        yield from causal.forward()
+        return
+    zero = share.zero_state()
+    for block, taken in zip(causal.blocks, causal.taken(), strict=True):
+        length = taken.stop - taken.start
+        yield block, taken, zero.new_zeros(len(zero), share.inputs.group, length, zero.shape[-1])
 
 
 def smat_backward(
     inputs: Inputs, grad_out: Tensor, out: Tensor, normalizer: Tensor
 ) -> dict[str, Tensor]:
     """Find the gradient of every differentiable input, by name."""
-    differentiable = ("q", "k", "v", "log_decay", "key_gate", "write_weight")
-    given = {name: getattr(inputs, name) for name in differentiable}
-    grads = {name: torch.zeros_like(x) for name, x in given.items() if x is not None}
-    for share in inputs.shares():
-        rows = share.load()
-        grad_y = _grad_y(share, grad_out, out, normalizer)
-        grad_phi = torch.zeros_like(rows.phi)
-        grad_psi, grad_v = torch.zeros_like(rows.psi), torch.zeros_like(rows.v)
-        grad_far = grad_psi if rows.far is rows.psi else torch.zeros_like(rows.psi)
-        if inputs.branch != "causal":
-            rows.long_range.backward(rows.phi, grad_y, grad_phi, grad_far, grad_v)
-        if inputs.branch != "long_range":
-            rows.causal.backward(rows.phi, grad_y, grad_phi, grad_psi, grad_v)
-        _put_grads(share, rows, (grad_phi, grad_psi, grad_far, grad_v), grads)
+    given = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
+    grads = {name: torch.empty_like(x) for name, x in given.items() if x is not None}
+    for share in inputs.shares((grad_out, out, normalizer)):
+        distant = share.long_range.backward() if inputs.branch != "causal" else None
+        moved = None
+        if share.decay is not None:
+            moved = torch.zeros_like(share.decay.total[:, 1:])
+        for recent in _recent_backward(share):
+            _put_grads(share, recent, distant, moved, grads)
+        if moved is not None and inputs.log_decay is not None:
+            share.put_keys(
+                grad_log_decay(moved, share.of_keys(inputs.log_decay)), grads["log_decay"]
+            )
     return grads
 
 
-def _grad_y(share: Share, grad_out: Tensor, out: Tensor, normalizer: Tensor) -> Tensor:
-    """Take the gradient through the division: (g / s, -(g . o) / s) for o = y / s."""
-    grad = share.queries(grad_out).to(share.inputs.dtype)
-    if not share.inputs.normalize:
-        return grad.contiguous()
-    inverse = _inverse(share.queries(normalizer)).unsqueeze(-1)
-    dot = (grad * share.queries(out)).sum(-1, keepdim=True)
-    return torch.cat([grad, -dot], dim=-1).mul_(inverse)
+def _recent_backward(share: Share) -> Iterator[BlockGrads]:
+    """Yield the causal branch's gradients; zeros if it was not asked."""
+    causal = share.causal
+    if share.inputs.branch != "long_range":
+        yield from causal.backward()
+        return
+    for block, taken in zip(causal.blocks, causal.taken(), strict=True):
+        span = slice(block.start, block.stop)
+        zeros = (torch.zeros_like(x) for x in (share.phi(taken), share.psi(span), share.v(span)))
+        yield BlockGrads(block, taken, *zeros)
 
 
 def _put_grads(
     share: Share,
-    rows: Rows,
-    computed: tuple[Tensor, Tensor, Tensor, Tensor],
+    recent: BlockGrads,
+    distant: LongRangeGrads | None,
+    moved: Tensor | None,
     grads: dict[str, Tensor],
 ) -> None:
-    """Take the gradients of the arrays through gates and features to the op's inputs."""
-    inputs = share.inputs
-    grad_phi, grad_psi, grad_far, grad_v = computed
+    """Add both branches' gradients of a block, and take them through gates and features."""
+    inputs, block, taken = share.inputs, recent.block, recent.taken
+    span = slice(block.start, block.stop)
+    grad_phi, grad_psi, grad_v = recent.phi, recent.psi, recent.v
+    far = None
+    if distant is not None:
+        seen = distant.phi.of(block.boundary, taken)
+        if grad_phi is not None and seen is not None:
+            grad_phi = grad_phi + seen
+        if block.stop <= distant.psi.shape[1]:
+            far, grad_v = distant.psi[:, span], grad_v + distant.v[:, span]
+    features = share.key_features(span)
     if inputs.write_weight is not None:
-        share.put_keys((rows.psi * grad_far).sum(-1), grads["write_weight"])
-        weight = share.keys(inputs.write_weight).to(grad_psi.dtype)
-        grad_psi = grad_psi.addcmul_(grad_far, weight.unsqueeze(-1))
-    if inputs.log_decay is not None:
-        log_decay = share.keys(inputs.log_decay)
-        grad = grad_log_decay(rows.phi, grad_phi, rows.psi, grad_psi, log_decay, share.positions)
-        share.put_keys(grad, grads["log_decay"])
+        weight = share.of_keys(inputs.write_weight, span).to(grad_psi.dtype)
+        pulled = torch.zeros_like(weight) if far is None else (share.psi(span) * far).sum(-1)
+        share.put_keys(pulled, grads["write_weight"], span)
+        far = None if far is None else far * weight.unsqueeze(-1)
+    grad_psi = grad_psi if far is None else grad_psi + far
+    if moved is not None:
+        moved[:, span] -= (share.psi(span) * grad_psi).sum(-1, dtype=torch.float64)
+    if grad_phi is not None:
+        phi = share.phi(taken)
+        if moved is not None:
+            at = torch.arange(block.start, block.stop, device=phi.device)
+            at = at if share.positions is None else share.positions[taken]
+            moved.index_add_(1, at, (phi * grad_phi).sum(-1, dtype=torch.float64).sum(1))
+        grad_q = pointwise_backward_(inputs.feature_map, phi, grad_phi)
+        share.put_queries(grad_q, grads["q"], taken)
     if inputs.key_gate is not None:
-        share.put_keys((rows.key_features * grad_psi).sum(-1), grads["key_gate"])
-        grad_psi *= share.keys(inputs.key_gate).to(grad_psi.dtype).unsqueeze(-1)
-    name = inputs.feature_map
-    share.put_queries(pointwise_backward_(name, rows.phi, grad_phi), grads["q"])
-    share.put_keys(pointwise_backward_(name, rows.key_features, grad_psi), grads["k"])
-    share.put_keys(grad_v[..., : inputs.v.shape[-1]], grads["v"])
+        share.put_keys((features * grad_psi).sum(-1), grads["key_gate"], span)
+        gate = share.of_keys(inputs.key_gate, span).to(grad_psi.dtype)
+        grad_psi = grad_psi * gate.unsqueeze(-1)
+    grad_k = pointwise_backward_(inputs.feature_map, features, grad_psi)
+    share.put_keys(grad_k, grads["k"], span)
+    share.put_keys(grad_v[..., : inputs.v.shape[-1]], grads["v"], span)

@@ -9,18 +9,16 @@ and with gates every term carries exp(lambda_i - lambda_j), taken apart at the c
 
 The scan over the chunks of a block is one product with a lower-triangular matrix, ones or decay
 factors, so gated and ungated run the same code and no loop over chunks is left. One block of tiles
-is alive at a time (it stays in cache), and the state at its start is all that the backward pass
-needs besides the inputs.
-
-Shapes: phi (N, G, R, r), psi (N, T, r), v (N, T, p), y (N, G, R, p) for N rows of keys with G heads
-of queries each, at R = T or at R given positions.
+is alive at a time: features are made for it, used while they are in cache, and dropped. The backward
+pass goes through the blocks in reverse and needs nothing but the state at each block's start.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,116 +28,151 @@ from smat.ops.pieces import Block
 from smat.ops.tiles import KeyTiles, QueryTiles
 
 
-@dataclass(frozen=True)
-class CausalBranch:
-    """Keys, values and gates of some rows, and the blocks in which they are worked off."""
+class Source(Protocol):
+    """Where features come from: N rows of keys, each with G heads of queries."""
 
+    def phi(self, taken: slice) -> Tensor:
+        """Return the features of some queries, (N, G, R, r)."""
+
+    def psi(self, span: slice) -> Tensor:
+        """Return the features of some keys, (N, t, r)."""
+
+    def v(self, span: slice) -> Tensor:
+        """Return the values of some keys, (N, t, p)."""
+
+    def grad_y(self, taken: slice) -> Tensor:
+        """Return the gradient of some outputs, (N, G, R, p)."""
+
+    def zero_state(self) -> Tensor:
+        """Return the state of nothing, (N, r, p)."""
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """A source that has everything in memory."""
+
+    all_phi: Tensor
+    all_psi: Tensor
+    all_v: Tensor
+    all_grad_y: Tensor | None = None
+
+    def phi(self, taken: slice) -> Tensor:
+        """Return the features of some queries, (N, G, R, r)."""
+        return self.all_phi[:, :, taken]
+
+    def psi(self, span: slice) -> Tensor:
+        """Return the features of some keys, (N, t, r)."""
+        return self.all_psi[:, span]
+
+    def v(self, span: slice) -> Tensor:
+        """Return the values of some keys, (N, t, p)."""
+        return self.all_v[:, span]
+
+    def grad_y(self, taken: slice) -> Tensor:
+        """Return the gradient of some outputs, (N, G, R, p)."""
+        assert self.all_grad_y is not None
+        return self.all_grad_y[:, :, taken]
+
+    def zero_state(self) -> Tensor:
+        """Return the state of nothing, (N, r, p)."""
+        psi, v = self.all_psi, self.all_v
+        return psi.new_zeros(len(psi), psi.shape[-1], v.shape[-1])
+
+
+class BlockGrads(NamedTuple):
+    """The gradients of one block: of its queries (if it has any), its keys and its values."""
+
+    block: Block
+    taken: slice
+    phi: Tensor | None
     psi: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True)
+class CausalBranch:
+    """The causal branch of some rows, worked off block by block."""
+
+    source: Source
     decay: LogDecay | None
     blocks: Sequence[Block]
     positions: Tensor | None = None  # sorted
+    initial: Tensor | None = None  # of a window that began before the first token, at boundary -1
 
-    def forward(self, phi: Tensor, y: Tensor) -> None:
-        """Add the branch to y."""
-        carry = zero = self._zero()
-        windows = _Windows(zero)
-        for block, taken in zip(self.blocks, self._taken(), strict=True):
+    def forward(self) -> Iterator[tuple[Block, slice, Tensor]]:
+        """Yield y (N, G, R, p) of the queries in each block that has any."""
+        carry = zero = self.source.zero_state()
+        windows = _Windows(zero, self.initial)
+        for block, taken in zip(self.blocks, self.taken(), strict=True):
             carry = windows.enter(block, carry)
-            keys = KeyTiles(block, self.psi, self.v, self.decay)
+            keys = self._keys(block)
             sums = keys.chunk_sums(carry)
             windows.advance(keys, sums)
             if taken.stop == taken.start:
                 carry = keys.advance(sums, carry)
                 continue
             states = keys.scan(sums)
-            queries = QueryTiles(keys, phi, self.positions, taken)
+            queries = self._queries(keys, taken)
             scores = queries.hide_future_(torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT))
-            y_tiles = torch.bmm(scores, queries.of_chunks(keys.v))
-            before = self._per_chunk(states[:, :-1])
-            y_tiles.baddbmm_(queries.from_start, queries.of_chunks(before))
-            queries.add(y_tiles, y)
+            y = torch.bmm(scores, queries.of_chunks(keys.v))
+            before = _per_chunk(states[:, :-1], zero)
+            y.baddbmm_(queries.from_start, queries.of_chunks(before))
+            yield block, taken, queries.join(y)
             carry = states[:, -1].view_as(zero)
 
-    def backward(
-        self, phi: Tensor, grad_y: Tensor, grad_phi: Tensor, grad_psi: Tensor, grad_v: Tensor
-    ) -> None:
-        """Add the branch's gradients, last block first."""
-        grad_carry = zero = self._zero()
+    def backward(self) -> Iterator[BlockGrads]:
+        """Yield the gradients of each block, last block first."""
+        grad_carry = zero = self.source.zero_state()
         grad_windows: dict[int, Tensor] = {}
-        work = zip(self.blocks, self._taken(), self._starts(), strict=True)
+        work = zip(self.blocks, self.taken(), self._starts(), strict=True)
         for block, taken, carry in reversed(list(work)):
             if block.ends_segment:
                 grad_carry = zero
-            keys = KeyTiles(block, self.psi, self.v, self.decay)
-            # Every state's gradient goes to the sums before it: the scan, transposed.
+            keys = self._keys(block)
             grad_states = zero.new_zeros(len(zero), block.num_chunks + 1, zero[0].numel())
             grad_states[:, -1] = grad_carry.flatten(1)
+            tiles = None
             if taken.stop > taken.start:
-                queries = QueryTiles(keys, phi, self.positions, taken)
-                grad_tiles = queries.cut(grad_y)
-                asked = queries.to_chunks(torch.bmm(queries.from_start.mT, grad_tiles))
-                grad_states[:, :-1] = asked.view(len(zero), block.num_chunks, -1)
-                states = keys.scan(keys.chunk_sums(carry))
-                before = queries.of_chunks(self._per_chunk(states[:, :-1]))
-                self._tiles_backward(queries, before, grad_tiles, grad_phi, grad_psi, grad_v)
+                queries = self._queries(keys, taken)
+                before = _per_chunk(keys.scan(keys.chunk_sums(carry))[:, :-1], zero)
+                tiles = _TileGrads(queries, before, queries.cut(self.source.grad_y(taken)))
+                grad_states[:, :-1] = tiles.states.view(len(zero), block.num_chunks, -1)
+            # Every state's gradient goes to the sums before it: the scan, transposed.
             grad_sums = torch.bmm(keys.between.mT, grad_states)
             last = keys.between[:, -1, :, None]
             for edge, grad_state in grad_windows.items():
                 grad_sums[:, 1:].addcmul_(last[:, 1:], grad_state.flatten(1).unsqueeze(1))
                 grad_windows[edge] = last[:, :1] * grad_state
-            self._sums_backward(keys, self._per_chunk(grad_sums[:, 1:]), grad_psi, grad_v)
+            yield _block_grads(keys, taken, tiles, _per_chunk(grad_sums[:, 1:], zero))
             grad_carry = grad_sums[:, 0].view_as(zero)
             if block.begins_segment and block.boundary < block.start:
                 grad_windows[block.boundary] = grad_carry
             grad_windows.pop(block.start, None)
 
-    @staticmethod
-    def _tiles_backward(
-        queries: QueryTiles,
-        before: Tensor,
-        grad_y: Tensor,
-        grad_phi: Tensor,
-        grad_psi: Tensor,
-        grad_v: Tensor,
-    ) -> None:
-        """Gradients of dense tiles, and of the queries that read the states before their chunks."""
-        keys = queries.keys
-        psi, v = queries.of_chunks(keys.psi), queries.of_chunks(keys.v)
-        grad_scores = queries.hide_future_(torch.bmm(grad_y, v.mT))
-        scores = queries.hide_future_(torch.bmm(queries.phi, psi.mT))
-        read = torch.bmm(grad_y, before.mT)
-        if keys.decay is not None:
-            read *= queries.since_start
-        queries.add(read.baddbmm_(grad_scores, psi), grad_phi)
-        keys.add(queries.to_chunks(torch.bmm(grad_scores.mT, queries.phi)), grad_psi)
-        keys.add(queries.to_chunks(torch.bmm(scores.mT, grad_y)), grad_v)
-
-    @staticmethod
-    def _sums_backward(
-        keys: KeyTiles, grad_chunk: Tensor, grad_psi: Tensor, grad_v: Tensor
-    ) -> None:
-        """Gradients of the chunk sums psi v'."""
-        grad = torch.bmm(keys.v, grad_chunk.mT)
-        if keys.decay is not None:
-            grad *= keys.until_end
-        keys.add(grad, grad_psi)
-        keys.add(torch.bmm(keys.to_end, grad_chunk), grad_v)
-
     def _starts(self) -> list[Tensor]:
         """Find the state at the start of every block again, from the keys alone."""
-        carry = zero = self._zero()
-        windows, starts = _Windows(zero), []
+        carry = zero = self.source.zero_state()
+        windows, starts = _Windows(zero, self.initial), []
         for block in self.blocks:
             carry = windows.enter(block, carry)
             starts.append(carry)
-            keys = KeyTiles(block, self.psi, self.v, self.decay)
+            if block is self.blocks[-1]:
+                break
+            keys = self._keys(block)
             sums = keys.chunk_sums(carry)
             carry = keys.advance(sums, carry)
             windows.advance(keys, sums)
         return starts
 
-    def _taken(self) -> list[slice]:
+    def _keys(self, block: Block) -> KeyTiles:
+        span = slice(block.start, block.stop)
+        return KeyTiles(block, self.source.psi(span), self.source.v(span), self.decay)
+
+    def _queries(self, keys: KeyTiles, taken: slice) -> QueryTiles:
+        positions = None if self.positions is None else self.positions[taken]
+        return QueryTiles(keys, self.source.phi(taken), positions)
+
+    def taken(self) -> list[slice]:
         """Find which queries fall into each block."""
         if self.positions is None:
             return [slice(block.start, block.stop) for block in self.blocks]
@@ -148,20 +181,51 @@ class CausalBranch:
         cuts = torch.searchsorted(self.positions, where).tolist()
         return [slice(first, last) for first, last in itertools.pairwise(cuts)]
 
-    def _zero(self) -> Tensor:
-        return self.psi.new_zeros(len(self.psi), self.psi.shape[-1], self.v.shape[-1])
 
-    def _per_chunk(self, states: Tensor) -> Tensor:
-        """(N, chunks, r p) -> (N chunks, r, p)."""
-        return states.reshape(-1, self.psi.shape[-1], self.v.shape[-1])
+class _TileGrads:
+    """Gradients of dense tiles, and of queries that read the states before their chunks."""
+
+    def __init__(self, queries: QueryTiles, before: Tensor, grad_y: Tensor) -> None:
+        self.queries, keys = queries, queries.keys
+        psi, v = queries.of_chunks(keys.psi), queries.of_chunks(keys.v)
+        self.states = queries.to_chunks(torch.bmm(queries.from_start.mT, grad_y))
+        grad_scores = queries.hide_future_(torch.bmm(grad_y, v.mT))
+        scores = queries.hide_future_(torch.bmm(queries.phi, psi.mT))
+        self.phi = torch.bmm(grad_y, queries.of_chunks(before).mT)
+        if keys.decay is not None:
+            self.phi *= queries.since_start
+        self.phi.baddbmm_(grad_scores, psi)
+        self.psi = queries.to_chunks(torch.bmm(grad_scores.mT, queries.phi))
+        self.v = queries.to_chunks(torch.bmm(scores.mT, grad_y))
+
+
+def _block_grads(
+    keys: KeyTiles, taken: slice, tiles: _TileGrads | None, grad_chunk: Tensor
+) -> BlockGrads:
+    """Add the gradients of the chunk sums psi v' to those of the tiles."""
+    grad_psi = torch.bmm(keys.v, grad_chunk.mT)
+    if keys.decay is not None:
+        grad_psi *= keys.until_end
+    if tiles is None:
+        grad_v = torch.bmm(keys.to_end, grad_chunk)
+        return BlockGrads(keys.block, taken, None, keys.join(grad_psi), keys.join(grad_v))
+    grad_psi += tiles.psi
+    grad_v = tiles.v.baddbmm_(keys.to_end, grad_chunk)
+    grad_phi = tiles.queries.join(tiles.phi)
+    return BlockGrads(keys.block, taken, grad_phi, keys.join(grad_psi), keys.join(grad_v))
+
+
+def _per_chunk(states: Tensor, zero: Tensor) -> Tensor:
+    """(N, chunks, r p) -> (N chunks, r, p)."""
+    return states.reshape(-1, *zero.shape[1:])
 
 
 class _Windows:
     """The states of windows that later segments will look through, kept up to date."""
 
-    def __init__(self, zero: Tensor) -> None:
+    def __init__(self, zero: Tensor, initial: Tensor | None) -> None:
         self.zero = zero
-        self.states: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor] = {} if initial is None else {-1: initial}
 
     def enter(self, block: Block, carry: Tensor) -> Tensor:
         """Open a window that begins here; return the state that the block's queries look at."""
@@ -171,7 +235,7 @@ class _Windows:
             return carry
         if block.boundary == block.start:
             return self.zero
-        carry = self.states.pop(block.boundary, self.zero)
+        carry = self.states.pop(block.boundary)
         self.states = {edge: state for edge, state in self.states.items() if edge > block.boundary}
         return carry
 

@@ -59,24 +59,12 @@ def _above_diagonal(size: int, dtype: torch.dtype, device: torch.device) -> Tens
     return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
 
 
-def grad_log_decay(
-    phi: Tensor,
-    grad_phi: Tensor,
-    psi: Tensor,
-    grad_psi: Tensor,
-    log_decay: Tensor,
-    positions: Tensor | None,
-) -> Tensor:
-    """Find the gradient of the gates from those of the features, (N, G, R, r), (N, T, r) -> (N, T).
+def grad_log_decay(moved: Tensor, log_decay: Tensor) -> Tensor:
+    """Find the gradient of the gates from that of their running sums, (N, T).
 
-    Gates enter only as exp(lambda_i) on phi_i and exp(-lambda_j) on psi_j, so
-    lambda_bar_t = <phi_t, phi_bar_t> - <psi_t, psi_bar_t>, and a gate moves every later lambda.
+    Gates enter only as exp(lambda_i) on phi_i and exp(-lambda_j) on psi_j, so ``moved``, the
+    gradient of lambda_t, is <phi_t, phi_bar_t> - <psi_t, psi_bar_t>; a gate moves every later
+    lambda.
     """
-    moved = -(psi * grad_psi).sum(-1, dtype=torch.float64)
-    read = (phi * grad_phi).sum(-1, dtype=torch.float64).sum(1)
-    if positions is None:
-        moved += read
-    else:
-        moved.index_add_(1, positions, read)
     suffix = moved.flip(-1).cumsum(-1).flip(-1)
     return torch.where(log_decay <= FORGETS, 0.0, suffix)

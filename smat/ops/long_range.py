@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +48,11 @@ class Routing:
         """The segments with distant keys; each begins with a fold."""
         return [segment for segment in self.segments if segment.boundary > 0]
 
+    @property
+    def num_distant(self) -> int:
+        """The number of keys that are distant for some query."""
+        return self.segments[-1].boundary
+
     def keys(self, start: int, stop: int) -> Grouping:
         """Group the keys of a range by profile."""
         num_profiles = self.geometry.num_profiles
@@ -77,76 +84,146 @@ class Routing:
         return SortedGroups(index.expand(num_rows, -1), num_types)
 
 
-@dataclass(frozen=True)
-class LongRangeBranch:
-    """Keys, values and gates of some rows, and where they go."""
+class Source(Protocol):
+    """Where features come from: N rows of keys, each with G heads of queries."""
 
+    def phi(self, taken: slice) -> Tensor:
+        """Return the features of some queries, (N, G, R, r)."""
+
+    def far(self, span: slice) -> Tensor:
+        """Return the features with which some keys are pooled, (N, t, r)."""
+
+    def v(self, span: slice) -> Tensor:
+        """Return the values of some keys, (N, t, p)."""
+
+    def grad_y(self, taken: slice) -> Tensor:
+        """Return the gradient of some outputs, (N, G, R, p)."""
+
+
+class OfQueries:
+    """Something about the queries that see distant keys, (N, G, R', .), by the segment's boundary."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, tuple[int, Tensor]] = {}
+
+    def of(self, boundary: int, taken: slice) -> Tensor | None:
+        """Return what there is about some queries of a segment."""
+        if boundary not in self.parts:
+            return None
+        first, part = self.parts[boundary]
+        return part[:, :, taken.start - first : taken.stop - first]
+
+
+class LongRangeGrads(NamedTuple):
+    """Gradients of the queries that see distant keys, and of the keys that are ever distant."""
+
+    phi: OfQueries
     psi: Tensor
     v: Tensor
+
+
+@dataclass(frozen=True)
+class LongRangeBranch:
+    """The long-range branch of some rows."""
+
+    source: Source
     decay: LogDecay | None
     routing: Routing
 
-    def forward(self, phi: Tensor, y: Tensor) -> None:
-        """Add the branch to y."""
+    @cached_property
+    def psi(self) -> Tensor:
+        """The keys that are ever distant, (N, n, r)."""
+        return self.source.far(slice(0, self.routing.num_distant))
+
+    @cached_property
+    def v(self) -> Tensor:
+        """The values that are ever distant, (N, n, p)."""
+        return self.source.v(slice(0, self.routing.num_distant))
+
+    def forward(self) -> OfQueries:
+        """Answer the queries that see distant keys."""
+        y = OfQueries()
+        phi = self._load(self.source.phi)
         for features in self._feature_blocks():
             for segment, table in self._type_tables(features):
                 taken = self.routing.taken(segment)
                 if taken.stop == taken.start:
                     continue
-                for head in range(phi.shape[1]):
-                    queries = self.routing.queries(segment, head, len(phi))
-                    answer = queries.read(phi[:, head, taken, features], table)
-                    if self.decay is not None:
-                        answer = answer * self._since_boundary(self.decay, segment)
-                    y[:, head, taken] += answer
+                asked = phi[segment.boundary][..., features]
+                answers = [
+                    self.routing.queries(segment, head, len(asked)).read(asked[:, head], table)
+                    for head in range(asked.shape[1])
+                ]
+                answer = torch.stack(answers, 1)
+                if self.decay is not None:
+                    answer *= self._since_boundary(self.decay, segment)
+                if segment.boundary in y.parts:
+                    y.parts[segment.boundary][1].add_(answer)
+                else:
+                    y.parts[segment.boundary] = (taken.start, answer)
+        return y
 
-    def backward(
-        self, phi: Tensor, grad_y: Tensor, grad_phi: Tensor, grad_psi: Tensor, grad_v: Tensor
-    ) -> None:
-        """Add the branch's gradients.
+    def backward(self) -> LongRangeGrads:
+        """Find the branch's gradients.
 
         The type tables are folded again, forwards, for the queries' gradients; the keys' gradients
         come from a table of gradients that is folded backwards, since a key that is distant for one
         query is distant for every later one.
         """
+        grads = LongRangeGrads(OfQueries(), torch.zeros_like(self.psi), torch.zeros_like(self.v))
+        phi, grad_y = self._load(self.source.phi), self._load(self.source.grad_y)
+        if self.decay is not None:
+            for segment in self.routing.folds():
+                grad_y[segment.boundary] *= self._since_boundary(self.decay, segment)
         for features in self._feature_blocks():
             for segment, table in self._type_tables(features):
                 taken = self.routing.taken(segment)
                 if taken.stop == taken.start:
                     continue
-                for head in range(phi.shape[1]):
-                    queries = self.routing.queries(segment, head, len(phi))
-                    grad = queries.read_left(self._scaled(grad_y, segment, head), table)
-                    grad_phi[:, head, taken, features] += grad
-            self._keys_backward(phi, grad_y, grad_psi, grad_v, features)
+                asked, grad = phi[segment.boundary], grad_y[segment.boundary]
+                if segment.boundary not in grads.phi.parts:
+                    grads.phi.parts[segment.boundary] = (taken.start, torch.empty_like(asked))
+                for head in range(asked.shape[1]):
+                    queries = self.routing.queries(segment, head, len(asked))
+                    part = grads.phi.parts[segment.boundary][1]
+                    part[:, head, :, features] = queries.read_left(grad[:, head], table)
+            self._keys_backward(phi, grad_y, grads, features)
+        return grads
+
+    def _load(self, source: Callable[[slice], Tensor]) -> dict[int, Tensor]:
+        """Get something about the queries of every segment that sees distant keys."""
+        return {
+            segment.boundary: source(self.routing.taken(segment))
+            for segment in self.routing.folds()
+        }
 
     def _keys_backward(
-        self, phi: Tensor, grad_y: Tensor, grad_psi: Tensor, grad_v: Tensor, features: slice
+        self,
+        phi: dict[int, Tensor],
+        grad_y: dict[int, Tensor],
+        grads: LongRangeGrads,
+        features: slice,
     ) -> None:
         folds = self.routing.folds()
         starts = [0, *(segment.boundary for segment in folds)][:-1]
         grad_table: Tensor | None = None
         for segment, start in zip(reversed(folds), reversed(starts), strict=True):
-            taken, stop = self.routing.taken(segment), segment.boundary
-            num_heads = phi.shape[1] if taken.stop > taken.start else 0
-            for head in range(num_heads):
-                queries = self.routing.queries(segment, head, len(phi))
-                asked = queries.outer_sum(
-                    phi[:, head, taken, features], self._scaled(grad_y, segment, head)
-                )
-                grad_table = asked if grad_table is None else grad_table.add_(asked)
+            stop = segment.boundary
+            asked, grad = phi[stop], grad_y[stop]
+            for head in range(asked.shape[1] if asked.shape[2] else 0):
+                queries = self.routing.queries(segment, head, len(asked))
+                wanted = queries.outer_sum(asked[:, head, :, features], grad[:, head])
+                grad_table = wanted if grad_table is None else grad_table.add_(wanted)
             if grad_table is None:  # no query from here on
                 continue
             grad_pooled = self._transform(backproject_tables, grad_table)
-            keys = self.routing.keys(start, stop)
-            grad = keys.read_left(self.v[:, start:stop], grad_pooled)
+            keys, span = self.routing.keys(start, stop), slice(start, stop)
+            grad_psi = keys.read_left(self.v[:, span], grad_pooled)
             if self.decay is not None:
-                grad = grad * self._until_boundary(self.decay, start, stop)
+                grad_psi = grad_psi * self._until_boundary(self.decay, start, stop)
                 grad_table *= self._between_boundaries(self.decay, start, stop)
-            grad_psi[:, start:stop, features] += grad
-            grad_v[:, start:stop] += keys.read(
-                self._at_boundary(start, stop, features), grad_pooled
-            )
+            grads.psi[:, span, features] = grad_psi
+            grads.v[:, span] += keys.read(self._at_boundary(start, stop, features), grad_pooled)
 
     def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
         """Give every segment its type table: U <- decay U + C F, F of the newly distant keys."""
@@ -192,17 +269,12 @@ class LongRangeBranch:
         return left.unsqueeze(-1)
 
     def _since_boundary(self, decay: LogDecay, segment: Segment) -> Tensor:
-        """What is left of the type table at each query of a segment, (N, t, 1)."""
+        """What is left of the type table at each query of a segment, (N, 1, t, 1)."""
         after = self.routing.at(segment, self.psi.device) + 1
         boundary = torch.full_like(after, segment.boundary)
-        return decay.between(after, boundary, self.psi.dtype).unsqueeze(-1)
+        return decay.between(after, boundary, self.psi.dtype)[:, None, :, None]
 
     def _between_boundaries(self, decay: LogDecay, earlier: int, later: int) -> Tensor:
         """What a move of the boundary leaves of the type table, (N, 1, 1, 1)."""
         edge = torch.tensor([later, earlier], device=self.psi.device)
         return decay.between(edge[0], edge[1], self.psi.dtype).view(-1, 1, 1, 1)
-
-    def _scaled(self, grad_y: Tensor, segment: Segment, head: int) -> Tensor:
-        """Take the gradient of a segment's outputs through the decay since the boundary."""
-        grad = grad_y[:, head, self.routing.taken(segment)]
-        return grad if self.decay is None else grad * self._since_boundary(self.decay, segment)

@@ -1,7 +1,8 @@
-"""One share of the work: a few rows of keys with their queries, as contiguous arrays.
+"""One share of the work: a few rows of keys with their queries, taken from the op's arguments.
 
-A row is one key/value head of one sequence. Rows are taken a few at a time, so that temporaries
-stay small and are reused, and every array below lies as the products want it.
+A row is one key/value head of one sequence. Features, augmented values and the gradient of the
+division are made for a range of tokens when a branch asks for it, in the layout and dtype that its
+products want: nothing as long as the sequence is kept but what the arguments already are.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from smat.ops.pieces import Block, cut_blocks
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # rows x tokens of a share
 CPU_TILES, OTHER_TILES = 32, 1 << 12  # tiles of a block
+ALL = slice(None)
 MAX_CHUNKS = 64  # of a block: the scan within it costs their square
 
 
@@ -58,7 +61,7 @@ class Inputs:
         """The number of query heads that share a key head."""
         return self.q.shape[2] // self.k.shape[2]
 
-    def shares(self) -> Iterator[Share]:
+    def shares(self, answer: tuple[Tensor, Tensor, Tensor] | None = None) -> Iterator[Share]:
         """Cut the work into shares: whole sequences of a few heads or batch rows each."""
         num_batch, num_heads = self.k.shape[0], self.k.shape[2]
         budget = CPU_TOKENS if self.k.device.type == "cpu" else OTHER_TOKENS
@@ -70,7 +73,7 @@ class Inputs:
             for first in range(0, num_batch, batch):
                 for head in range(0, num_heads, heads):
                     rows = slice(first, first + batch), slice(head, head + heads)
-                    yield Share(self, *rows, span, taken, positions, mask)
+                    yield Share(self, *rows, span, taken, positions, mask, answer)
 
     def _sequences(self) -> Iterator[tuple[slice, SMatMask]]:
         if self.cu_seqlens is None:
@@ -102,60 +105,107 @@ class Share:
     taken: slice
     positions: Tensor | None
     mask: SMatMask
+    answer: tuple[Tensor, Tensor, Tensor] | None = None  # gradient of out, out, normaliser
 
-    def keys(self, x: Tensor) -> Tensor:
-        """Take this share of (B, T, Hkv, ...) as (N, T, ...)."""
-        return x[self.batch, self.span, self.heads].transpose(1, 2).flatten(0, 1)
+    @property
+    def num_rows(self) -> int:
+        """N: batch rows times key heads."""
+        return len(range(self.inputs.k.shape[0])[self.batch]) * len(
+            range(self.inputs.k.shape[2])[self.heads]
+        )
 
-    def queries(self, x: Tensor) -> Tensor:
-        """Take this share of (B, R, H, ...) as (N, G, R, ...)."""
+    def of_keys(self, x: Tensor, span: slice = ALL) -> Tensor:
+        """Take some tokens of this share of (B, T, Hkv, ...), as (N, t, ...)."""
+        return x[self.batch, self.span, self.heads][:, span].transpose(1, 2).flatten(0, 1)
+
+    def of_queries(self, x: Tensor, taken: slice = ALL) -> Tensor:
+        """Take some queries of this share of (B, R, H, ...), as (N, G, R, ...)."""
         by_group = x.unflatten(2, (-1, self.inputs.group))
-        share = by_group[self.batch, self.taken, self.heads]
+        share = by_group[self.batch, self.taken, self.heads][:, taken]
         return share.permute(0, 2, 3, 1, *range(4, share.ndim)).flatten(0, 1)
 
-    def put_keys(self, x: Tensor, to: Tensor) -> None:
-        """Write (N, T, ...) into this share of (B, T, Hkv, ...)."""
-        target = to[self.batch, self.span, self.heads].transpose(1, 2)
+    def put_keys(self, x: Tensor, to: Tensor, span: slice = ALL) -> None:
+        """Write (N, t, ...) into this share of (B, T, Hkv, ...)."""
+        target = to[self.batch, self.span, self.heads][:, span].transpose(1, 2)
         target.copy_(x.unflatten(0, target.shape[:2]))
 
-    def put_queries(self, x: Tensor, to: Tensor) -> None:
+    def put_queries(self, x: Tensor, to: Tensor, taken: slice = ALL) -> None:
         """Write (N, G, R, ...) into this share of (B, R, H, ...)."""
         by_group = to.unflatten(2, (-1, self.inputs.group))
-        target = by_group[self.batch, self.taken, self.heads]
+        target = by_group[self.batch, self.taken, self.heads][:, taken]
         target = target.permute(0, 2, 3, 1, *range(4, target.ndim))
         target.copy_(x.unflatten(0, target.shape[:2]))
 
-    def load(self) -> Rows:
-        """Bring this share into the arrays that the branches work on."""
-        inputs, dtype = self.inputs, self.inputs.dtype
-        phi = pointwise_rows(inputs.feature_map, self.queries(inputs.q), dtype)
-        key_features = pointwise_rows(inputs.feature_map, self.keys(inputs.k), dtype)
-        psi = key_features
-        if inputs.key_gate is not None:
-            psi = psi * self.keys(inputs.key_gate).to(dtype).unsqueeze(-1)
-        far = psi
-        if inputs.write_weight is not None:
-            far = psi * self.keys(inputs.write_weight).to(dtype).unsqueeze(-1)
-        decay = None
-        if inputs.log_decay is not None:
-            decay = LogDecay(self.keys(inputs.log_decay))
-        v, blocks = self._values(), self._blocks(len(psi))
-        return Rows(
-            phi, key_features, psi, far, v,
-            CausalBranch(psi, v, decay, blocks, self.positions),
-            LongRangeBranch(far, v, decay, self._routing()),
-        )  # fmt: skip
+    def phi(self, taken: slice) -> Tensor:
+        """Return the features of some queries, (N, G, R, r)."""
+        inputs = self.inputs
+        return pointwise_rows(inputs.feature_map, self.of_queries(inputs.q, taken), inputs.dtype)
 
-    def _values(self) -> Tensor:
-        """Values with a constant 1 appended, which gathers the normaliser (equation 1)."""
-        values = self.keys(self.inputs.v)
+    def key_features(self, span: slice) -> Tensor:
+        """Return the features of some keys before the key gate, (N, t, r)."""
+        inputs = self.inputs
+        return pointwise_rows(inputs.feature_map, self.of_keys(inputs.k, span), inputs.dtype)
+
+    def psi(self, span: slice) -> Tensor:
+        """Return the features of some keys, (N, t, r)."""
+        return self._gated(self.key_features(span), self.inputs.key_gate, span)
+
+    def far(self, span: slice) -> Tensor:
+        """Return the features with which some keys are pooled, (N, t, r)."""
+        return self._gated(self.psi(span), self.inputs.write_weight, span)
+
+    def _gated(self, features: Tensor, gate: Tensor | None, span: slice) -> Tensor:
+        if gate is None:
+            return features
+        return features * self.of_keys(gate, span).to(features.dtype).unsqueeze(-1)
+
+    def v(self, span: slice) -> Tensor:
+        """Return values with a constant 1 appended, which gathers the normaliser (equation 1)."""
+        values, dtype = self.of_keys(self.inputs.v, span), self.inputs.dtype
         if not self.inputs.normalize:
-            return values.to(self.inputs.dtype).contiguous()
+            return values.to(dtype).contiguous()
         width = values.shape[-1]
-        v_aug = values.new_empty(*values.shape[:-1], width + 1, dtype=self.inputs.dtype)
+        v_aug = values.new_empty(*values.shape[:-1], width + 1, dtype=dtype)
         v_aug[..., :width] = values
         v_aug[..., width] = 1
         return v_aug
+
+    def grad_y(self, taken: slice) -> Tensor:
+        """Take the outputs' gradient through the division: (g / s, -(g . o) / s) for o = y / s."""
+        assert self.answer is not None
+        grad_out, out, normalizer = self.answer
+        grad = self.of_queries(grad_out, taken).to(self.inputs.dtype)
+        if not self.inputs.normalize:
+            return grad.contiguous()
+        inverse = inverse_or_zero(self.of_queries(normalizer, taken)).unsqueeze(-1)
+        dot = (grad * self.of_queries(out, taken)).sum(-1, keepdim=True)
+        return torch.cat([grad, -dot], dim=-1).mul_(inverse)
+
+    def zero_state(self) -> Tensor:
+        """Return the state of nothing, (N, r, p)."""
+        inputs = self.inputs
+        width = inputs.v.shape[-1] + int(inputs.normalize)
+        shape = (self.num_rows, inputs.k.shape[-1], width)
+        return torch.zeros(shape, dtype=inputs.dtype, device=inputs.k.device)
+
+    @cached_property
+    def decay(self) -> LogDecay | None:
+        """The running sums of the share's gates."""
+        log_decay = self.inputs.log_decay
+        return None if log_decay is None else LogDecay(self.of_keys(log_decay))
+
+    @property
+    def causal(self) -> CausalBranch:
+        """The causal branch of the share."""
+        num_tiles = CPU_TILES if self.inputs.k.device.type == "cpu" else OTHER_TILES
+        num_chunks = max(1, min(MAX_CHUNKS, num_tiles // self.num_rows))
+        blocks = cut_blocks(self._segments(), num_chunks)
+        return CausalBranch(self, self.decay, blocks, self.positions)
+
+    @property
+    def long_range(self) -> LongRangeBranch:
+        """The long-range branch of the share."""
+        return LongRangeBranch(self, self.decay, self._routing())
 
     def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
@@ -173,24 +223,16 @@ class Share:
         return Routing(
             self.mask,
             self._segments(),
-            None if inputs.profile is None else self.keys(inputs.profile),
-            None if inputs.query_type is None else self.queries(inputs.query_type),
+            None if inputs.profile is None else self.of_keys(inputs.profile),
+            None if inputs.query_type is None else self.of_queries(inputs.query_type),
             self.positions,
         )
 
-    def _blocks(self, num_rows: int) -> list[Block]:
-        num_tiles = CPU_TILES if self.inputs.k.device.type == "cpu" else OTHER_TILES
-        return cut_blocks(self._segments(), max(1, min(MAX_CHUNKS, num_tiles // num_rows)))
 
+def inverse_or_zero(normalizer: Tensor) -> Tensor:
+    """Invert normalisers; a row that saw nothing has normaliser 0 and output 0.
 
-@dataclass(frozen=True)
-class Rows:
-    """A share's arrays, phi (N, G, R, r), keys (N, T, r), values (N, T, p), and its branches."""
-
-    phi: Tensor
-    key_features: Tensor
-    psi: Tensor  # the keys of the causal branch, gated
-    far: Tensor  # the keys that the long-range branch pools
-    v: Tensor
-    causal: CausalBranch
-    long_range: LongRangeBranch
+    So has a row whose weights all fell below the smallest normal number, where 1 / s overflows.
+    """
+    sees_nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
+    return torch.where(sees_nothing, 0.0, normalizer.reciprocal())

@@ -18,6 +18,7 @@ class KeyTiles:
     """
 
     def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: LogDecay | None) -> None:
+        """Cut a block's psi (N, t, r) and v (N, t, p)."""
         self.block, self.decay, self.num_rows = block, decay, len(psi)
         self.psi, self.v = self.cut(psi), self.cut(v)
         num_chunks, tile = block.num_chunks, block.tile
@@ -34,18 +35,16 @@ class KeyTiles:
         self.to_end = self.psi * self.until_end
 
     def cut(self, x: Tensor) -> Tensor:
-        """(N, T, f) -> (N chunks, tile, f), zeros behind the last token."""
-        block = self.block
-        x = x[:, block.start : block.stop]
-        if block.padded > x.shape[1]:
-            x = F.pad(x, (0, 0, 0, block.padded - x.shape[1]))
-        return x.reshape(-1, block.tile, x.shape[-1])
+        """(N, t, f) -> (N chunks, tile, f), zeros behind the last token."""
+        if self.block.padded > x.shape[1]:
+            x = F.pad(x, (0, 0, 0, self.block.padded - x.shape[1]))
+        return x.reshape(-1, self.block.tile, x.shape[-1])
 
-    def add(self, tiles: Tensor, to: Tensor) -> None:
-        """Add tiles to (N, T, f)."""
+    def join(self, tiles: Tensor) -> Tensor:
+        """(N chunks, tile, f) -> (N, t, f)."""
         block = self.block
-        flat = tiles.reshape(self.num_rows, block.padded, -1)
-        to[:, block.start : block.stop] += flat[:, : block.stop - block.start]
+        flat = tiles.view(self.num_rows, block.padded, -1)
+        return flat[:, : block.stop - block.start]
 
     def chunk_sums(self, carry: Tensor) -> Tensor:
         """Sum psi v' over each chunk, behind the carried state: (N, chunks + 1, r p)."""
@@ -75,16 +74,14 @@ class QueryTiles:
     query are kept, each padded to the largest number of queries in a chunk.
     """
 
-    def __init__(
-        self, keys: KeyTiles, phi: Tensor, positions: Tensor | None, first_and_last: slice
-    ) -> None:
-        self.keys, self.taken = keys, first_and_last
-        self.group = phi.shape[1]
+    def __init__(self, keys: KeyTiles, phi: Tensor, positions: Tensor | None) -> None:
+        """Cut phi (N, G, R, r) of a block's tokens, or of those at given positions."""
+        self.keys, self.group, self.num_queries = keys, phi.shape[1], phi.shape[2]
         self.chunks: Tensor | None = None
         block = keys.block
         self.num_chunks, self.width = block.num_chunks, block.tile
         if positions is not None:
-            self._place(positions[first_and_last] - block.start)
+            self._place(positions - block.start)
         self.phi = self.cut(phi)
         self.from_start = self.phi
         if keys.decay is not None:
@@ -114,7 +111,6 @@ class QueryTiles:
 
     def cut(self, x: Tensor) -> Tensor:
         """(N, G, R, f) -> (N chunks, G width, f)."""
-        x = x[:, :, self.taken]
         if self.chunks is None:
             if self.keys.block.padded > x.shape[2]:
                 x = F.pad(x, (0, 0, 0, self.keys.block.padded - x.shape[2]))
@@ -124,16 +120,13 @@ class QueryTiles:
             tiles[:, :, self.row, self.place] = x
         return tiles.transpose(1, 2).reshape(-1, self.group * self.width, x.shape[-1])
 
-    def add(self, tiles: Tensor, to: Tensor) -> None:
-        """Add tiles to (N, G, R, f)."""
+    def join(self, tiles: Tensor) -> Tensor:
+        """(N chunks, G width, f) -> (N, G, R, f)."""
         by_head = tiles.view(-1, self.num_chunks, self.group, self.width, tiles.shape[-1])
         by_head = by_head.transpose(1, 2)
         if self.chunks is None:
-            block = self.keys.block
-            flat = by_head.flatten(2, 3)[:, :, : block.stop - block.start]
-        else:
-            flat = by_head[:, :, self.row, self.place]
-        to[:, :, self.taken] += flat
+            return by_head.flatten(2, 3)[:, :, : self.num_queries]
+        return by_head[:, :, self.row, self.place]
 
     def of_chunks(self, tiles: Tensor) -> Tensor:
         """Take the key tiles of the chunks that hold queries."""
