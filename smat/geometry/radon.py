@@ -16,10 +16,8 @@ coordinate: the same problem, one dimension lower.
 Each shear adds q rows of a table per row of the next, an ``embedding_bag`` in sum mode: rows are
 accumulated in registers and written once. Columns are taken in blocks so narrow that the q^2
 rows which one slab of a shear mixes stay in cache, and the rows of every intermediate table are
-ordered slab by slab. Measured with two threads at q = 17, d = 4, a shear then runs at the speed
-of the cache (30 to 37 additions per nanosecond) against 7 on whole rows of 4096 columns and 11
-for a sparse CSR product; a Fourier-slice form would be no faster and would lose digits where
-states differ in size, so there is none.
+ordered slab by slab; ``smat bench tabulate`` compares the forms. A Fourier-slice form needs as
+many passes over the table and loses digits where states differ in size, so there is none.
 """
 
 from __future__ import annotations
@@ -34,8 +32,8 @@ from smat.geometry import hyperplanes
 from smat.geometry.tables import cached_table
 
 METHODS = ("factored", "algorithm2", "dense")
-SLAB_ELEMENTS = 65536  # a slab of q^2 rows in a block of columns: 256 KB of fp32, half an L2
-MIN_BLOCK_COLUMNS = 32
+BLOCK_ELEMENTS = 1 << 19  # of a table's block of columns: 2 MB of fp32
+BLOCK_COLUMNS = (128, 1024)  # narrower ones cost more to copy than they save, wider ones miss
 
 
 def tabulation_cost(field_size: int, ambient_dim: int, method: str = "factored") -> int:
@@ -103,9 +101,10 @@ def _by_blocks(
 ) -> Tensor:
     """Run a transform of (rows, columns) tables over blocks of columns that fit in cache."""
     num_tables, _, num_columns = table.shape
-    block = max(MIN_BLOCK_COLUMNS, SLAB_ELEMENTS // field_size**2)
-    if table.device.type != "cpu":
-        block = max(1, num_tables * num_columns)
+    block = max(1, num_tables * num_columns)
+    if table.device.type == "cpu":
+        least, most = BLOCK_COLUMNS
+        block = min(max(least, BLOCK_ELEMENTS // table.shape[1]), most) // 16 * 16
     group = max(1, block // max(1, num_columns))
     for first in range(0, num_tables, group):
         tables = slice(first, first + group)

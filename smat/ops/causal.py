@@ -9,8 +9,8 @@ and with gates every term carries exp(lambda_i - lambda_j), taken apart at the c
 
 The scan over the chunks of a block is one product with a lower-triangular matrix, ones or decay
 factors, so gated and ungated run the same code and no loop over chunks is left. One block of tiles
-is alive at a time: features are made for it, used while they are in cache, and dropped. The backward
-pass goes through the blocks in reverse and needs nothing but the state at each block's start.
+is alive at a time: features are made for it, used while they are in cache, and dropped. The
+backward pass goes through the blocks in reverse and needs only the state at each block's start.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ POINTWISE = ("elu", "relu", "identity")
 BLOCK_ELEMENTS = 1 << 17  # of a block that a map works through at a time
 
 
-def pointwise(name: str, x: Tensor) -> Tensor:
+def pointwise(name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
     """Apply a pointwise map.
 
     >>> pointwise("elu", torch.tensor([-1.0, 2.0]))
@@ -25,9 +25,9 @@ def pointwise(name: str, x: Tensor) -> Tensor:
     expm1(x) would lose.
     """
     if name == "elu":
-        return torch.maximum(x.clamp(max=0).exp_(), x + 1)
+        return torch.maximum(x.clamp(max=0).exp_(), x + 1, out=out)
     if name == "relu":
-        return x.clamp(min=0)
+        return torch.clamp(x, min=0, out=out)
     return x
 
 
@@ -46,7 +46,7 @@ def pointwise_rows(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
     )
     for start in range(0, length, max(1, tokens)):
         block = slice(start, start + tokens)
-        out[..., block, :] = pointwise(name, x[..., block, :].to(dtype))
+        pointwise(name, x[..., block, :].to(dtype), out[..., block, :])
     return out
 
 

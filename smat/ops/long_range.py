@@ -101,7 +101,7 @@ class Source(Protocol):
 
 
 class OfQueries:
-    """Something about the queries that see distant keys, (N, G, R', .), by the segment's boundary."""
+    """Something about the queries that see distant keys, (N, G, R', .), by their boundary."""
 
     def __init__(self) -> None:
         self.parts: dict[int, tuple[int, Tensor]] = {}

@@ -21,7 +21,8 @@ def _mask_from(recipe: str) -> SMatMask:
 
 
 def _inputs(tensors: tuple[Any, ...], recipe: str, *options: Any) -> Inputs:
-    return Inputs(*tensors, _mask_from(recipe), *options)
+    arguments: tuple[Any, ...] = (*tensors, _mask_from(recipe), *options)
+    return Inputs(*arguments)
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())

@@ -20,7 +20,7 @@ from smat.ops.causal import CausalBranch
 from smat.ops.decay import LogDecay
 from smat.ops.feature_maps import pointwise_rows
 from smat.ops.long_range import LongRangeBranch, Routing
-from smat.ops.pieces import Block, cut_blocks
+from smat.ops.pieces import cut_blocks
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # rows x tokens of a share
 CPU_TILES, OTHER_TILES = 32, 1 << 12  # tiles of a block
