@@ -220,8 +220,9 @@ def decode(
     console.print(bench_table.check_table(result["checks"]))
     console.print(bench_table.decode_table(result))
     console.print(
-        "x shortest: to the shortest context, timed in turns with it. Slowest / median: of a "
-        f"window's steps, each the median of {passes} passes."
+        "x shortest: to the shortest context, timed in turns with it. Slowest: one step of the "
+        "first pass.\nSlowest / median: of a window's steps around a move of its boundary, each "
+        f"the fastest of {passes} passes."
     )
     for left_out in result["skipped"]:
         console.print(

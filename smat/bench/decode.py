@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 import smat
 from smat.bench.checks import TOLERANCES, Check, relative_rms, require_passed
 from smat.bench.decode_config import SOFTMAX, DecodeConfig, Decoder
+from smat.bench.decode_steppers import make_stepper
 from smat.bench.environment import describe_environment
 from smat.bench.memory import available_bytes
 from smat.bench.timing import (
@@ -27,7 +26,6 @@ from smat.bench.timing import (
 from smat.bench.workload import DTYPES, Inputs, Shape, Variant, check_device
 
 CHECK_LEN = 149
-NUM_TOKENS = 32  # different tokens that are fed in turn
 STEPS_PER_TURN = 16
 
 
@@ -46,14 +44,6 @@ class DecodeRow:
     ratio_to_shortest: float  # to the shortest context, timed in turns with it
     softmax_ratio: float | None  # how many times longer a token of softmax took
     slowest_to_median: float | None  # of a window: its slowest step, the same in every pass
-
-
-@dataclass
-class Stepper:
-    """A decoder with its state, which a step replaces."""
-
-    step: Callable[[], object]
-    num_bytes: int
 
 
 def run_decode(config: DecodeConfig, progress: Progress | None = None) -> dict[str, Any]:
@@ -127,9 +117,10 @@ def check_decoder(config: DecodeConfig, decoder: Decoder) -> Check:
     out, state = smat.smat_attention(
         q[:, :split], k[:, :split], v[:, :split], mask, output_final_state=True
     )
+    assert state is not None
     outputs = [out]
     for t in range(split, CHECK_LEN):
-        out_t, state = _state_step(state, q[:, t], k[:, t], v[:, t])
+        out_t, state = state.step(q[:, t], k[:, t], v[:, t], inplace=True)
         outputs.append(out_t.unsqueeze(1))
     wide = inputs.to(torch.float64)
     oracle = smat.reference_attention(wide.q, wide.k, wide.v, mask)
@@ -177,74 +168,16 @@ def _time(
     ]  # fmt: skip
 
 
-def make_stepper(config: DecodeConfig, decoder: Decoder, device: torch.device) -> Stepper:
-    """Fill a state up to the context, and make a step that feeds it random tokens for ever."""
-    dtype = DTYPES[config.dtype]
-    shape = Shape(NUM_TOKENS, config.heads, config.key_dim, config.value_dim, decoder.batch)
-    tokens = Inputs.random(shape, dtype, device, backward=False, seed=2)
-    if decoder.kind == SOFTMAX:
-        return _softmax_stepper(config, decoder, tokens)
-    state = fill_state(config, decoder, device)
-    count = 0
-
-    def step() -> Tensor:
-        nonlocal state, count
-        t = count % NUM_TOKENS
-        count += 1
-        out, state = _state_step(state, tokens.q[:, t], tokens.k[:, t], tokens.v[:, t])
-        return out
-
-    return Stepper(step, state.num_bytes)
-
-
-def fill_state(config: DecodeConfig, decoder: Decoder, device: torch.device) -> Any:
-    """Prefill random keys and values, the same for all sequences of the batch."""
-    length, batch = decoder.prefilled(config), decoder.batch
-    mask = decoder.variant(config).mask(decoder.horizon(config), config.chunk_size)
-    shape = Shape(length, config.heads, config.key_dim, config.value_dim)
-    inputs = Inputs.random(shape, DTYPES[config.dtype], device, backward=False, seed=3)
-    q, k, v = (x.expand(batch, -1, -1, -1) for x in (inputs.q, inputs.k, inputs.v))
-    last = torch.tensor([length - 1], device=device)
-    _, state = smat.smat_attention(q, k, v, mask, positions=last, output_final_state=True)
-    return state
-
-
-def _state_step(state: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Any]:
-    with torch.no_grad():
-        result: tuple[Tensor, Any] = state.step(q, k, v)
-    return result
-
-
-def _softmax_stepper(config: DecodeConfig, decoder: Decoder, tokens: Inputs) -> Stepper:
-    """Softmax attention with keys and values preallocated to the last token."""
-    length = decoder.context + config.steps
-    sizes = decoder.batch, config.heads, length
-    keys = tokens.k.new_empty(*sizes, config.key_dim).normal_()
-    values = tokens.v.new_empty(*sizes, config.value_dim).normal_()
-    count = 0
-
-    def step() -> Tensor:
-        nonlocal count
-        t, place = count % NUM_TOKENS, decoder.context + count
-        count += 1
-        keys[:, :, place], values[:, :, place] = tokens.k[:, t], tokens.v[:, t]
-        seen = slice(0, place + 1)
-        query = tokens.q[:, t].unsqueeze(2)
-        return F.scaled_dot_product_attention(query, keys[:, :, seen], values[:, :, seen])
-
-    return Stepper(step, (keys.numel() + values.numel()) * keys.element_size())
-
-
 def _slowest(member: Decoder, passes: Sequence[dict[str, Samples]]) -> float | None:
     """The slowest step of a window relative to its median step.
 
-    A step counts with its median over the passes: what the algorithm does at a step it does in
-    every pass, what the system does in between it does not.
+    A step counts with its fastest pass: what the algorithm does at a step it does in every pass,
+    what the system does in between it does not.
     """
     if member.kind != "window":
         return None
     walks = [samples[member.key].seconds for samples in passes if member.key in samples]
-    steps = [median(same) for same in zip(*walks, strict=False)]
+    steps = [min(same) for same in zip(*walks, strict=False)]
     return max(steps) / median(steps)
 
 

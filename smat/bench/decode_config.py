@@ -101,27 +101,28 @@ class Decoder:
             return config.steps
         return max(1, min(config.window_steps, 2 * self.window_step(config), self.context))
 
-    def prefilled(self, config: DecodeConfig) -> int:
-        """How many tokens the state has seen when the first step is taken.
+    def prefilled(self, config: DecodeConfig) -> tuple[int, int]:
+        """How many tokens are prefilled, and how many are added before the first timed step.
 
         A fixed boundary has its horizon at the end of the steps. A window's boundary moves in
-        their middle, at a multiple of its step.
+        their middle; it is prefilled up to a block's beginning and then extended, so that its next
+        type table is as far built as it is while decoding.
         """
         if self.kind != "window":
-            return self.context
+            return self.context, 0
         step = self.window_step(config)
-        move = max(1, self.context // step) * step
-        return max(1, move - self.num_steps(config) // 2)
+        move = max(2, self.context // step) * step
+        return move - step, max(0, step - self.num_steps(config) // 2)
 
     def horizon(self, config: DecodeConfig) -> int:
         """The length that the mask is built for."""
         return self.context if self.kind == "window" else self.context + config.steps
 
     def expected_bytes(self, config: DecodeConfig) -> int:
-        """Estimate what the decoder keeps: B + 1 states, keys and values, or a window's buffers.
+        """Estimate what the decoder keeps: B + 1 states, keys and values, or a window's tables.
 
-        A window keeps two type tables (one in the making), two profile deltas and two running
-        states, and tabulating works on one more table.
+        A window keeps two type tables (one in the making), two profile tables and two running
+        states. A batch is copied from one sequence.
         """
         itemsize = DTYPES[config.dtype].itemsize
         if self.kind == SOFTMAX:
@@ -131,6 +132,6 @@ class Decoder:
         geometry = self.variant(config).mask(self.horizon(config), config.chunk_size).geometry
         states = geometry.num_types + 1
         if self.kind == "window":
-            states = 3 * geometry.num_types + 2 * geometry.num_profiles + 2
-        numbers = self.batch * config.heads * config.key_dim * (config.value_dim + 1)
+            states = 2 * (geometry.num_types + geometry.num_profiles + 1)
+        numbers = (self.batch + 1) * config.heads * config.key_dim * (config.value_dim + 1)
         return states * numbers * itemsize
