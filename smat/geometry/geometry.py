@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -60,22 +61,22 @@ class Geometry:
     @property
     def ambient_dim(self) -> int:
         """The number of coordinates of a point, d - 1."""
-        return self.vc_dim - 1
+        return index(self.vc_dim) - 1  # `index`: a compiler shall not make a symbol of it
 
     @property
     def num_profiles(self) -> int:
         """The number of points, q^(d-1)."""
-        return int(self.field_size**self.ambient_dim)
+        return int(index(self.field_size) ** self.ambient_dim)
 
     @property
     def num_directions(self) -> int:
         """The number of parallel classes of hyperplanes; none at d = 1."""
-        return hyperplanes.count_directions(self.field_size, self.ambient_dim)
+        return hyperplanes.count_directions(index(self.field_size), self.ambient_dim)
 
     @property
     def num_types(self) -> int:
         """The number of hyperplanes, q (q^(d-1) - 1) / (q - 1), and 1 at d = 1."""
-        return max(1, self.field_size * self.num_directions)
+        return max(1, index(self.field_size) * self.num_directions)
 
     def points(self, device: torch.device | str | None = None) -> Tensor:
         """List the points in counting order, (P, D) long."""
@@ -133,13 +134,13 @@ class Geometry:
         """Sum profile states over every hyperplane, U = C F: (..., P, S) -> (..., B, S)."""
         _check_table(table, self.num_profiles, "profiles", self)
         radon.check_method(method)
-        return radon_ops.tabulate(table, self.field_size, self.ambient_dim, method)
+        return radon_ops.tabulate(table, index(self.field_size), self.ambient_dim, method)
 
     def backproject(self, table: Tensor, method: str = "factored") -> Tensor:
         """Sum type states over a point's hyperplanes, C' U: (..., B, S) -> (..., P, S)."""
         _check_table(table, self.num_types, "types", self)
         radon.check_method(method)
-        return radon_ops.backproject(table, self.field_size, self.ambient_dim, method)
+        return radon_ops.backproject(table, index(self.field_size), self.ambient_dim, method)
 
     def tabulation_cost(self, method: str = "factored") -> int:
         """Count the state additions of one tabulation.

@@ -19,7 +19,7 @@ def _run(
     method: str,
 ) -> Tensor:
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
-    stack = wide.reshape(-1, *wide.shape[-2:]).contiguous()
+    stack = wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]).contiguous()
     rows = transform(stack, field_size, ambient_dim, method)
     return rows.reshape(*table.shape[:-2], *rows.shape[-2:]).to(table.dtype)
 
