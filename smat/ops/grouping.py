@@ -19,14 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smat.ops.workspace import scratch
+
 
 class Grouping(Protocol):
     """Tokens of N rows, each in one of ``num_groups`` groups of its row."""
 
     num_groups: int
 
-    def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
+    def outer_sum(self, left: Tensor, right: Tensor, name: str = "outer_sum") -> Tensor:
+        """Sum left_t right_t' over each group, -> (N, groups, r, p), in scratch memory."""
 
     def read(self, left: Tensor, table: Tensor) -> Tensor:
         """Contract each token's left vector with its group's state, -> (N, T, p)."""
@@ -47,13 +49,12 @@ class PeriodicGroups:
         self.num_groups = num_groups
         self.first = first % num_groups
 
-    def _grid(self, x: Tensor) -> Tensor:
+    def _grid(self, x: Tensor, name: str) -> Tensor:
         """(N, T, f) -> (N groups, turns, f), zeros where a turn is not full."""
         num_rows, length, width = x.shape
-        num_turns = -(-(self.first + length) // self.num_groups)
-        grid = x.new_empty(num_turns, num_rows, self.num_groups, width)
-        by_row = grid.transpose(0, 1)
         stop = self.first + length
+        num_turns = -(-stop // self.num_groups)
+        grid = scratch(name, (num_turns, num_rows, self.num_groups, width), x)
         if num_rows == 1:
             flat = grid.view(-1, width)
             flat[: self.first] = 0
@@ -61,13 +62,17 @@ class PeriodicGroups:
             flat[stop:] = 0
         else:
             padded = F.pad(x, (0, 0, self.first, num_turns * self.num_groups - stop))
-            by_row.copy_(padded.view(num_rows, num_turns, self.num_groups, width))
+            turns = padded.view(num_rows, num_turns, self.num_groups, width)
+            grid.copy_(turns.transpose(0, 1))
         return grid.view(num_turns, -1, width).transpose(0, 1)
 
-    def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
-        states = torch.bmm(self._grid(left).mT, self._grid(right))
-        return states.view(len(left), self.num_groups, *states.shape[1:])
+    def outer_sum(self, left: Tensor, right: Tensor, name: str = "outer_sum") -> Tensor:
+        """Sum left_t right_t' over each group, -> (N, groups, r, p), in scratch memory."""
+        shape = (len(left), self.num_groups, left.shape[-1], right.shape[-1])
+        table = scratch(name, shape, left)
+        by_group = self._grid(left, "left").mT, self._grid(right, "right")
+        torch.bmm(*by_group, out=table.flatten(0, 1))
+        return table
 
     def read(self, left: Tensor, table: Tensor) -> Tensor:
         """Contract each token's left vector with its group's state, -> (N, T, p)."""
@@ -78,12 +83,14 @@ class PeriodicGroups:
         return self._read(right, table.flatten(0, 1).mT)
 
     def _read(self, x: Tensor, states: Tensor) -> Tensor:
-        num_rows, length = x.shape[:2]
-        answers = torch.bmm(self._grid(x), states).view(
-            num_rows, self.num_groups, -1, states.shape[-1]
-        )
-        in_order = answers.transpose(1, 2).flatten(1, 2)
-        return in_order[:, self.first : self.first + length]
+        num_rows, length, width = *x.shape[:2], states.shape[-1]
+        grid = self._grid(x, "left")
+        answers = scratch("right", (*grid.shape[:2], width), x)
+        torch.bmm(grid, states, out=answers)
+        turns = answers.view(num_rows, self.num_groups, -1, width).transpose(1, 2)
+        if turns.shape[1] == 1:
+            return turns[:, 0, self.first : self.first + length].clone()
+        return turns.flatten(1, 2)[:, self.first : self.first + length]
 
 
 class SortedGroups:
@@ -106,11 +113,11 @@ class SortedGroups:
         counts = torch.bincount(self.entry, minlength=num_rows * num_groups)
         self.offsets = counts.cumsum(0) - counts
 
-    def outer_sum(self, left: Tensor, right: Tensor) -> Tensor:
-        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
+    def outer_sum(self, left: Tensor, right: Tensor, name: str = "outer_sum") -> Tensor:
+        """Sum left_t right_t' over each group, -> (N, groups, r, p), in scratch memory."""
         weights = left.flatten(0, 1)[self.order].T.contiguous()
         values = right.flatten(0, 1).contiguous()
-        table = left.new_empty(len(self.offsets), len(weights), values.shape[-1])
+        table = scratch(name, (len(self.offsets), len(weights), values.shape[-1]), left)
         for feature, weight in enumerate(weights):
             table[:, feature] = F.embedding_bag(
                 self.order, values, self.offsets, mode="sum", per_sample_weights=weight

@@ -25,8 +25,10 @@ from smat.geometry.radon import backproject_tables, tabulate_tables
 from smat.masks import Segment, SMatMask
 from smat.ops.decay import LogDecay
 from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
+from smat.ops.workspace import scratch
 
-TABLE_BYTES = 24 << 20  # of one profile table: below the size at which malloc gives pages back
+TABLE_BYTES = 24 << 20  # of one type table; a table that is larger is worked off by feature blocks
+COLLECTED = 4096  # keys read at a time
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,23 @@ class LongRangeBranch:
     @cached_property
     def psi(self) -> Tensor:
         """The keys that are ever distant, (N, n, r)."""
-        return self.source.far(slice(0, self.routing.num_distant))
+        return self._collect("psi", self.source.far)
 
     @cached_property
     def v(self) -> Tensor:
         """The values that are ever distant, (N, n, p)."""
-        return self.source.v(slice(0, self.routing.num_distant))
+        return self._collect("v", self.source.v)
+
+    def _collect(self, name: str, read: Callable[[slice], Tensor]) -> Tensor:
+        """Read all distant keys into scratch memory, a few at a time."""
+        num_distant = self.routing.num_distant
+        first = read(slice(0, min(num_distant, COLLECTED)))
+        all_keys = scratch(name, (len(first), num_distant, first.shape[-1]), first)
+        all_keys[:, :COLLECTED] = first
+        for start in range(COLLECTED, num_distant, COLLECTED):
+            stop = min(start + COLLECTED, num_distant)
+            all_keys[:, start:stop] = read(slice(start, stop))
+        return all_keys
 
     def forward(self) -> OfQueries:
         """Answer the queries that see distant keys."""
@@ -154,9 +167,9 @@ class LongRangeBranch:
                     self.routing.queries(segment, head, len(asked)).read(asked[:, head], table)
                     for head in range(asked.shape[1])
                 ]
-                answer = torch.stack(answers, 1)
+                answer = torch.stack(answers, 1) if len(answers) > 1 else answers[0].unsqueeze(1)
                 if self.decay is not None:
-                    answer *= self._since_boundary(self.decay, segment)
+                    answer = answer * self._since_boundary(self.decay, segment)
                 if segment.boundary in y.parts:
                     y.parts[segment.boundary][1].add_(answer)
                 else:
@@ -212,11 +225,12 @@ class LongRangeBranch:
             asked, grad = phi[stop], grad_y[stop]
             for head in range(asked.shape[1] if asked.shape[2] else 0):
                 queries = self.routing.queries(segment, head, len(asked))
-                wanted = queries.outer_sum(asked[:, head, :, features], grad[:, head])
+                name = "grad_table" if grad_table is None else "wanted"
+                wanted = queries.outer_sum(asked[:, head, :, features], grad[:, head], name)
                 grad_table = wanted if grad_table is None else grad_table.add_(wanted)
             if grad_table is None:  # no query from here on
                 continue
-            grad_pooled = self._transform(backproject_tables, grad_table)
+            grad_pooled = self._transform(backproject_tables, grad_table, "pooled")
             keys, span = self.routing.keys(start, stop), slice(start, stop)
             grad_psi = keys.read_left(self.v[:, span], grad_pooled)
             if self.decay is not None:
@@ -229,11 +243,13 @@ class LongRangeBranch:
         """Give every segment its type table: U <- decay U + C F, F of the newly distant keys."""
         table: Tensor | None = None
         start = 0
-        for segment in self.routing.folds():
+        for turn, segment in enumerate(self.routing.folds()):
             stop = segment.boundary
             keys = self.routing.keys(start, stop)
             pooled = keys.outer_sum(self._at_boundary(start, stop, features), self.v[:, start:stop])
-            folded = self._transform(tabulate_tables, pooled)
+            # Two buffers take turns: the table before the fold is still needed.
+            name = f"type_table_{turn % 2}"
+            folded = self._transform(tabulate_tables, pooled, name)
             if table is not None:
                 if self.decay is not None:
                     table *= self._between_boundaries(self.decay, start, stop)
@@ -241,11 +257,15 @@ class LongRangeBranch:
             table, start = folded, stop
             yield segment, table
 
-    def _transform(self, transform: Callable[..., Tensor], table: Tensor) -> Tensor:
-        """Tabulate or back-project (N, ., r, p) tables."""
+    def _transform(self, transform: Callable[..., Tensor], table: Tensor, name: str) -> Tensor:
+        """Tabulate or back-project (N, ., r, p) tables, into scratch memory."""
         geometry = self.routing.geometry
-        rows = transform(table.flatten(2), geometry.field_size, geometry.ambient_dim)
-        return rows.unflatten(2, table.shape[2:])
+        num_rows, _, *state = table.shape
+        to_types = transform is tabulate_tables
+        num_answers = geometry.num_types if to_types else geometry.num_profiles
+        out = scratch(name, (num_rows, num_answers, *state), table)
+        transform(table.flatten(2), geometry.field_size, geometry.ambient_dim, out=out.flatten(2))
+        return out
 
     def _feature_blocks(self) -> Iterator[slice]:
         """Cut the features so that one block's table stays small."""

@@ -6,7 +6,6 @@ meant for fp64 and short sequences.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -79,10 +78,11 @@ def _sequences(
     """List each sequence as (batch row, its token positions, its mask)."""
     if cu_seqlens is not None:
         edges = cu_seqlens.tolist()
-        spans = [(start, stop) for start, stop in itertools.pairwise(edges) if stop > start]
+        spans = [edges[place : place + 2] for place in range(len(edges) - 1)]
         return [
             (0, torch.arange(start, stop, device=q.device), mask.for_length(stop - start))
             for start, stop in spans
+            if stop > start
         ]
     if attention_mask is None:
         attention_mask = torch.ones(q.shape[:2], device=q.device)
