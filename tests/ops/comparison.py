@@ -52,12 +52,11 @@ def poisoned_memory():
 
 
 @contextmanager
-def small_blocks(tile=8, tiles=4, tokens=64, table_bytes=2000, slab=64):
+def small_blocks(tile=8, tiles=4, tokens=64, table_bytes=2000):
     """Shrink every block size of the op, so that short sequences take many blocks and shares."""
     sizes = (
         (pieces, "TILE", tile), (rows, "CPU_TILES", tiles), (rows, "CPU_TOKENS", tokens),
-        (long_range, "TABLE_BYTES", table_bytes), (radon, "SLAB_ELEMENTS", slab),
-        (radon, "MIN_BLOCK_COLUMNS", 2),
+        (long_range, "TABLE_BYTES", table_bytes), (radon, "BLOCK_COLUMNS", (16, 16)),
     )  # fmt: skip
     with ExitStack() as stack:
         for module, name, value in sizes:
