@@ -18,12 +18,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from smat.ops.decay import LogDecay
+from smat.ops.decay import ChunkDecay, LogDecay
 from smat.ops.pieces import Block
 from smat.ops.tiles import KeyTiles, QueryTiles
 
@@ -149,6 +150,13 @@ class CausalBranch:
                 grad_windows[block.boundary] = grad_carry
             grad_windows.pop(block.start, None)
 
+    @cached_property
+    def chunk_decay(self) -> ChunkDecay | None:
+        """The decay within chunks, for all blocks."""
+        if self.decay is None:
+            return None
+        return ChunkDecay(self.decay, self.blocks, self.source.zero_state().dtype)
+
     def _starts(self) -> list[Tensor]:
         """Find the state at the start of every block again, from the keys alone."""
         carry = zero = self.source.zero_state()
@@ -166,7 +174,7 @@ class CausalBranch:
 
     def _keys(self, block: Block) -> KeyTiles:
         span = slice(block.start, block.stop)
-        return KeyTiles(block, self.source.psi(span), self.source.v(span), self.decay)
+        return KeyTiles(block, self.source.psi(span), self.source.v(span), self.chunk_decay)
 
     def _queries(self, keys: KeyTiles, taken: slice) -> QueryTiles:
         positions = None if self.positions is None else self.positions[taken]

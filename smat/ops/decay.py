@@ -7,8 +7,13 @@ differences are exponentiated, and a difference to an earlier token is never pos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+
+from smat.ops.pieces import Block
 
 # exp(-1000) is 0 in every dtype: a gate below it forgets everything, and -inf would give inf - inf.
 FORGETS = -1000.0
@@ -40,23 +45,59 @@ class LogDecay:
 
     def triangle(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply the gates between all pairs of counts, (..., C) -> (N, ..., C, C), lower."""
+        return lower_triangle(*self.parts(counts, counts[..., :1], dtype))
+
+    def parts(self, counts: Tensor, since: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Split running sums into two numbers of a dtype whose differences have all digits.
+
+        Relative to a count nearby, two fp32 numbers hold what one fp64 number does; two fp64
+        numbers hold the sums as they are.
+        """
         total, lost = self.total[:, counts], self.lost[:, counts]
         if dtype == torch.float64:
-            parts = (total, lost)
-        else:  # relative to the first count, two fp32 numbers hold what one fp64 number does
-            relative = (total - total[..., :1]) + (lost - lost[..., :1])
-            coarse = relative.to(dtype)
-            parts = (coarse, (relative - coarse).to(dtype))
-        difference = parts[0].unsqueeze(-1) - parts[0].unsqueeze(-2)
-        difference += parts[1].unsqueeze(-1)
-        difference -= parts[1].unsqueeze(-2)
-        difference += _above_diagonal(counts.shape[-1], dtype, counts.device)
-        return difference.clamp_(max=0.0).exp_()
+            return total, lost
+        relative = (total - self.total[:, since]) + (lost - self.lost[:, since])
+        coarse = relative.to(dtype)
+        return coarse, (relative - coarse).to(dtype)
 
 
+def lower_triangle(coarse: Tensor, fine: Tensor) -> Tensor:
+    """Multiply the gates between all pairs of split sums, (..., C) -> (..., C, C); 0 above."""
+    difference = coarse.unsqueeze(-1) - coarse.unsqueeze(-2)
+    difference += fine.unsqueeze(-1)
+    difference -= fine.unsqueeze(-2)
+    difference += _above_diagonal(coarse.shape[-1], coarse.dtype, coarse.device)
+    return difference.exp_()
+
+
+class ChunkDecay:
+    """The decay within the chunks of all blocks, found for the whole sequence at once."""
+
+    def __init__(self, decay: LogDecay, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+        device = decay.total.device
+        tokens = torch.arange(blocks[-1].stop, device=device)
+        first, last = torch.empty_like(tokens), torch.empty_like(tokens)
+        for block in blocks:
+            span = slice(block.start, block.stop)
+            first[span] = tokens[span] - (tokens[span] - block.start) % block.tile
+            last[span] = (first[span] + block.tile).clamp(max=block.stop)
+        self.decay, self.dtype = decay, dtype
+        self.since_start = decay.between(tokens + 1, first, dtype)
+        self.until_end = decay.between(last, tokens + 1, dtype)
+        self.parts = decay.parts(tokens + 1, first, dtype)
+
+    def between(self, block: Block) -> Tensor:
+        """What is left at each chunk edge of what was known at an earlier one, (N, K+1, K+1)."""
+        device = self.since_start.device
+        edges = torch.arange(block.start, block.stop + block.tile, block.tile, device=device)
+        return self.decay.triangle(edges.clamp_(max=block.stop), self.dtype)
+
+
+@lru_cache(maxsize=64)
 def _above_diagonal(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-inf above the diagonal, 0 elsewhere."""
-    return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
+    with torch.inference_mode(False):
+        return torch.full((size, size), -torch.inf, dtype=dtype, device=device).triu(1)
 
 
 def grad_log_decay(moved: Tensor, log_decay: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.decay import LogDecay
+from smat.ops.decay import ChunkDecay, lower_triangle
 from smat.ops.pieces import Block
 
 
@@ -17,22 +19,25 @@ class KeyTiles:
     known at edge b, ones without gates. ``to_end`` are the keys as they arrive at a chunk's end.
     """
 
-    def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: LogDecay | None) -> None:
+    def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: ChunkDecay | None) -> None:
         """Cut a block's psi (N, t, r) and v (N, t, p)."""
         self.block, self.decay, self.num_rows = block, decay, len(psi)
         self.psi, self.v = self.cut(psi), self.cut(v)
-        num_chunks, tile = block.num_chunks, block.tile
         if decay is None:
-            self.between = _ones(num_chunks + 1, psi).expand(self.num_rows, -1, -1)
+            ones = _lower_ones(block.num_chunks + 1, psi.dtype, psi.device)
+            self.between = ones.expand(self.num_rows, -1, -1)
             self.to_end = self.psi
             return
-        counts = torch.arange(num_chunks * tile + 1, device=psi.device)
-        counts = (block.start + counts).clamp(max=block.stop)
-        self.edges, self.after = counts[::tile], counts[1:].reshape(num_chunks, tile)
-        self.between = decay.triangle(self.edges, psi.dtype)
-        until_end = decay.between(self.edges[1:, None], self.after, psi.dtype)
-        self.until_end = until_end.flatten(0, 1).unsqueeze(-1)
+        self.between = decay.between(block)
+        self.until_end = self.cut_gates(decay.until_end)
         self.to_end = self.psi * self.until_end
+
+    def cut_gates(self, x: Tensor) -> Tensor:
+        """Take the block's part of (N, T) -> (N chunks, tile, 1), the last value behind the end."""
+        x = x[:, self.block.start : self.block.stop]
+        if self.block.padded > x.shape[1]:
+            x = torch.cat([x, x[:, -1:].expand(-1, self.block.padded - x.shape[1])], 1)
+        return x.reshape(-1, self.block.tile, 1)
 
     def cut(self, x: Tensor) -> Tensor:
         """(N, t, f) -> (N chunks, tile, f), zeros behind the last token."""
@@ -98,15 +103,18 @@ class QueryTiles:
         self.in_chunk = offset.new_full((self.num_chunks, self.width), -1)
         self.in_chunk[self.row, self.place] = offset % tile
 
-    def _find_decay(self, decay: LogDecay) -> None:
-        keys, dtype = self.keys, self.phi.dtype
-        inside = decay.triangle(keys.after, dtype)
-        since_start = decay.between(keys.after, keys.edges[:-1, None], dtype)
+    def _find_decay(self, decay: ChunkDecay) -> None:
+        keys = self.keys
+        parts = (keys.cut_gates(part).squeeze(-1) for part in decay.parts)
+        self.inside = lower_triangle(*parts).unsqueeze(1)
+        since_start = keys.cut_gates(decay.since_start)
         if self.chunks is not None:
-            inside = inside[:, self.chunks[:, None], self.in_chunk.clamp(min=0)]
-            since_start = since_start[:, self.chunks[:, None], self.in_chunk.clamp(min=0)]
-        self.inside = inside.flatten(0, 1).unsqueeze(1)
-        self.since_start = since_start.flatten(0, 1).repeat(1, self.group).unsqueeze(-1)
+            chunk, token = self.chunks[:, None], self.in_chunk.clamp(min=0)
+            by_row = (keys.num_rows, keys.block.num_chunks)
+            self.inside = self.inside.unflatten(0, by_row)[:, chunk, 0, token].flatten(0, 1)
+            self.inside = self.inside.unsqueeze(1)
+            since_start = since_start.unflatten(0, by_row)[:, chunk, token].flatten(0, 1)
+        self.since_start = since_start.repeat(1, self.group, 1) if self.group > 1 else since_start
         self.from_start = self.phi * self.since_start
 
     def cut(self, x: Tensor) -> Tensor:
@@ -157,5 +165,7 @@ class QueryTiles:
         return scores
 
 
-def _ones(size: int, like: Tensor) -> Tensor:
-    return like.new_ones(size, size).tril_()
+@lru_cache(maxsize=64)
+def _lower_ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.ones(size, size, dtype=dtype, device=device).tril_()
