@@ -88,9 +88,9 @@ class PeriodicGroups:
         answers = scratch("right", (*grid.shape[:2], width), x)
         torch.bmm(grid, states, out=answers)
         turns = answers.view(num_rows, self.num_groups, -1, width).transpose(1, 2)
-        if turns.shape[1] == 1:
-            return turns[:, 0, self.first : self.first + length].clone()
-        return turns.flatten(1, 2)[:, self.first : self.first + length]
+        in_order = turns.flatten(1, 2)[:, self.first : self.first + length]
+        is_view = turns.shape[1] == 1 or self.num_groups == 1  # then flattening copied nothing
+        return in_order.clone() if is_view else in_order
 
 
 class SortedGroups:

@@ -187,7 +187,9 @@ class LongRangeBranch:
         phi, grad_y = self._load(self.source.phi), self._load(self.source.grad_y)
         if self.decay is not None:
             for segment in self.routing.folds():
-                grad_y[segment.boundary] *= self._since_boundary(self.decay, segment)
+                scale = self._since_boundary(self.decay, segment)
+                # Not in place: what was loaded may be the caller's own gradient.
+                grad_y[segment.boundary] = grad_y[segment.boundary] * scale
         for features in self._feature_blocks():
             for segment, table in self._type_tables(features):
                 taken = self.routing.taken(segment)

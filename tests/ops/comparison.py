@@ -1,5 +1,6 @@
 """Hold the fast op against the dense oracle: output and every gradient, by name."""
 
+import sys
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -7,7 +8,7 @@ import torch
 
 import smat
 from smat.geometry import radon
-from smat.ops import long_range, pieces, rows
+from smat.ops import long_range, pieces, rows, workspace
 from smat.ops.feature_maps import Favor
 
 # Relative RMS of the output, and of every gradient.
@@ -35,17 +36,31 @@ def relative_rms(found, expected, least=0.0):
     return difference / size if size > 0 else (0.0 if difference == 0 else float("inf"))
 
 
+def poisoned_scratch(name, shape, like):
+    """Give reused memory as if it were fresh, full of NaN, and let every other holder see NaN."""
+    buffer = workspace.scratch(name, shape, like)
+    return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
+
+
 @contextmanager
 def poisoned_memory():
-    """Fill fresh memory with NaN: what is read before it is written shows."""
+    """Fill fresh and reused memory with NaN: what is read before it is written shows."""
     before = torch.are_deterministic_algorithms_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    users = [
+        module
+        for name, module in list(sys.modules.items())
+        if name.startswith("smat.ops.") and module is not workspace and hasattr(module, "scratch")
+    ]
     try:
         assert torch.empty(1).isnan()
         assert torch.ones(1).new_empty(1).isnan()
-        yield
+        with ExitStack() as stack:
+            for module in users:
+                stack.enter_context(mock.patch.object(module, "scratch", poisoned_scratch))
+            yield
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill_before
