@@ -11,11 +11,12 @@ from smat.masks import (
     vc_dimension,
     window,
 )
-from smat.ops import reference_attention, smat_attention
+from smat.ops import SMatState, reference_attention, smat_attention
 
 __all__ = [
     "Geometry",
     "SMatMask",
+    "SMatState",
     "SMatWarning",
     "doubling",
     "kept",

@@ -1,6 +1,7 @@
 """Operations on features and values; none owns a parameter."""
 
+from smat.ops.decode import SMatState
 from smat.ops.interface import smat_attention
 from smat.ops.reference import reference_attention
 
-__all__ = ["reference_attention", "smat_attention"]
+__all__ = ["SMatState", "reference_attention", "smat_attention"]

@@ -120,8 +120,9 @@ def smat_attention(
         from smat.ops.decode import SMatState
 
         state = SMatState.after(
-            k, v, mask, feature_map=pointwise, log_decay=log_decay, key_gate=key_gate,
+            k, v, mask, feature_map=feature_map, log_decay=log_decay, key_gate=key_gate,
             write_weight=write_weight, profile=profile, normalize=normalize,
             lengths=padding.lengths, cu_seqlens=cu_seqlens, num_query_heads=q.shape[2],
+            mapped=before is not None,
         )  # fmt: skip
     return out, state
