@@ -181,6 +181,29 @@ def test_moving_boundary_over_blocks_of_default_size(boundary):
     assert_matches_oracle(inputs, smat.SMatMask(700, 3, boundary=boundary))
 
 
+@pytest.mark.parametrize("content", [False, True])
+@pytest.mark.parametrize("gates", [None, mild_gates, mixed_gates])
+@pytest.mark.parametrize(
+    "boundary",
+    [None, smat.window(30), smat.doubling(), smat.kept(70), smat.none()],
+    ids=lambda b: b.describe() if b else "default",
+)
+def test_many_blocks_between_boundaries(boundary, gates, content):
+    """Windows that span several blocks, several shares, and several blocks of features."""
+    mask = smat.SMatMask(131, 3, 8, boundary=boundary)
+    inputs = make_inputs(131, group=2)
+    if gates is not None:
+        inputs["log_decay"] = gates((2, 131, 2))
+    if content:
+        generator = torch.Generator().manual_seed(0)
+        geometry = mask.geometry
+        inputs["profile"] = torch.randint(geometry.num_profiles, (2, 131, 2), generator=generator)
+        inputs["query_type"] = torch.randint(geometry.num_types, (2, 131, 4), generator=generator)
+    for positions in (None, torch.tensor([130, 3, 77, 77, 35])):
+        with small_blocks(tile=4, tiles=2, tokens=200, table_bytes=1000):
+            assert_matches_oracle(inputs, mask, positions=positions)
+
+
 def test_a_window_runs_past_its_horizon():
     inputs = make_inputs(90)
     assert_matches_oracle(inputs, smat.SMatMask(40, 3, 4, boundary=smat.window(8)))
