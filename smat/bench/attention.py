@@ -155,7 +155,7 @@ def _candidates(config: AttentionConfig, seq_len: int) -> dict[str, Candidate]:
             for variant in config.variants():
                 add_op(with_heads(variant, heads), variant, few)
     if not config.backward:
-        runs[CAUSAL] = causal_branch(inputs, config.chunk_size)
+        runs[CAUSAL] = causal_branch(inputs)
     runs[GEMM] = gemm(device, config.gemm_size)
     costs = expected_costs(config, seq_len)
     return {name: Candidate(run, costs[name]) for name, run in runs.items()}

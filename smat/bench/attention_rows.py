@@ -94,4 +94,7 @@ def rates(config: AttentionConfig, seq_len: int, timings: Mapping[str, Timing]) 
         flops = config.shape(seq_len).causal_flops
         found["causal_branch"] = flops / timings[CAUSAL].median / 1e9
         found["fraction_of_gemm"] = found["causal_branch"] / product
+        if Variant(1).name in timings:
+            whole = flops / timings[Variant(1).name].median / 1e9
+            found["whole_op_fraction_of_gemm"] = whole / product
     return found

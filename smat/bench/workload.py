@@ -11,7 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import smat
-from smat.ops.pieces import TILE
+from smat.masks import Segment
+from smat.ops.causal import Arrays, CausalBranch
+from smat.ops.pieces import TILE, cut_blocks
+from smat.ops.rows import CPU_TILES
 
 DTYPES = {
     "fp64": torch.float64,
@@ -172,11 +175,24 @@ def softmax_attention(inputs: Inputs, heads: int, backward: bool) -> Callable[[]
     return run
 
 
-def causal_branch(inputs: Inputs, chunk_size: int) -> Callable[[], Tensor]:
-    """The op at d = 1 on features that need no map: the causal branch and nothing else."""
-    q, k, v = inputs.q.detach().abs(), inputs.k.detach().abs(), inputs.v.detach()
-    mask = Variant(1).mask(q.shape[1], chunk_size)
-    return lambda: smat.smat_attention(q, k, v, mask, feature_map="identity")[0]
+def causal_branch(inputs: Inputs) -> Callable[[], None]:
+    """The causal branch alone: features and augmented values lie in memory, outputs are dropped."""
+    phi, psi, values = (
+        x.detach().abs().float().transpose(1, 2).flatten(0, 1).contiguous()
+        for x in (inputs.q, inputs.k, inputs.v)
+    )
+    v_aug = F.pad(values, (0, 1), value=1.0)
+    length = psi.shape[1]
+    blocks = cut_blocks((Segment(0, length, 0),), CPU_TILES)
+
+    def run() -> None:
+        for row in range(len(psi)):
+            one = slice(row, row + 1)
+            source = Arrays(phi[one].unsqueeze(1), psi[one], v_aug[one])
+            for _ in CausalBranch(source, None, blocks).forward():
+                pass
+
+    return run
 
 
 def _gradients(out: Tensor, inputs: Inputs, gated: bool, backward: bool) -> tuple[Tensor, ...]:

@@ -81,15 +81,20 @@ def attention_table(result: Mapping[str, Any]) -> Table:
 def rate_table(rates: Iterable[Row], gemm_size: int) -> Table:
     """One line a length: the matrix product and the causal branch, in GFLOP/s."""
     table = _table(f"GFLOP/s, beside a {gemm_size}^3 product", "T")
-    _columns(table, "product", "causal branch", "fraction")
+    _columns(table, "product", "causal branch", "fraction", "whole op, d = 1")
     for rate in rates:
         branch = rate.get("causal_branch")
         table.add_row(
             format_length(rate["seq_len"]), f"{rate['gemm']:.1f}",
             "-" if branch is None else f"{branch:.1f}",
-            "-" if branch is None else f"{100 * rate['fraction_of_gemm']:.0f} %",
+            _percent(rate.get("fraction_of_gemm")),
+            _percent(rate.get("whole_op_fraction_of_gemm")),
         )  # fmt: skip
     return table
+
+
+def _percent(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def decode_table(result: Mapping[str, Any]) -> Table:
