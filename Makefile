@@ -10,6 +10,8 @@ RUN_READY := $(VENV)/.ready-run
 TEST_READY := $(VENV)/.ready-test
 OUT := out
 PYTEST_FLAGS ?=
+# One process a core, one thread each; with PYTEST_WORKERS= the tests run in one process.
+PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-slow lint types format figures clean
@@ -25,7 +27,7 @@ run: $(RUN_READY) ## draw the masks into out/ and print the table of geometry an
 	@echo "Pictures: $(OUT)/masks.png (d = 1..4) and $(OUT)/stepped_window.png (stepped window, d = 3)."
 
 test: lint types ## lint, types, doctests and tests, without the slow ones
-	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_FLAGS)
 
 test-slow: $(TEST_READY) ## the tests marked slow
 	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
