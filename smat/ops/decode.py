@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from os import PathLike
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +21,29 @@ from smat.ops.state_io import check_tensors, load_arguments, save_state
 from smat.ops.step import divide, step_token
 from smat.ops.timeline import Timeline
 from smat.ops.tokens import load_tokens
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def _exactly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Keep autograd, autocast and compilers away from the tables of a state.
+
+    A compiled model calls a step as it stands, between two graphs: what a compiler would make of
+    writing into one state while another shares its memory never comes up.
+    """
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.no_grad():
+            device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+            if not torch.is_autocast_enabled(device):
+                return function(*args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+
+    uncompiled: Callable[Arguments, Result] = torch.compiler.disable(run)
+    return uncompiled
 
 
 class SMatState(StateTables):
@@ -95,7 +119,7 @@ class SMatState(StateTables):
         return state
 
     @classmethod
-    @torch.no_grad()
+    @_exactly
     def after(
         cls,
         k: Tensor,
@@ -145,7 +169,7 @@ class SMatState(StateTables):
         extend_tokens(state, tokens, tokens_of_row)
         return state
 
-    @torch.no_grad()
+    @_exactly
     def step(
         self,
         q_t: Tensor,
@@ -193,7 +217,7 @@ class SMatState(StateTables):
         y = step_token(state, tokens, spread=inplace and state.num_buffers > 1)
         return divide(y, state.sizes.normalize).to(v_t.dtype), state
 
-    @torch.no_grad()
+    @_exactly
     def extend(
         self,
         q: Tensor,
@@ -275,7 +299,7 @@ def _warn_kept(mask: SMatMask) -> None:
         f"decoding past T = {mask.seq_len}: the boundary is kept at n = {mask.num_distant}, and "
         "every later key is recent. A stepped window, boundary=window(step), has no horizon.",
         SMatWarning,
-        stacklevel=5,  # past this function, its caller, the step and its no_grad
+        stacklevel=6,  # past the layers between this function and the caller of the step
     )
 
 

@@ -10,24 +10,22 @@ from torch import Tensor
 from smat.masks import Segment
 from smat.ops.causal import Arrays, CausalBranch
 from smat.ops.decay import LogDecay
-from smat.ops.fold import decay_factor, pick, spread_fold
-from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
-from smat.ops.pieces import cut_blocks
-from smat.ops.state import RowGroup, StateTables
-from smat.ops.step import (
+from smat.ops.entries import (
     add_to_entries,
-    enter,
-    leave_profiles,
-    pass_gates,
     profile_entries,
     read_entries,
     refresh_entries,
     type_entries,
 )
+from smat.ops.fold import decay_factor, pick, spread_fold
+from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
+from smat.ops.pieces import cut_blocks
+from smat.ops.rows import CPU_TILES, MAX_CHUNKS
+from smat.ops.state import RowGroup, StateTables
+from smat.ops.step import enter, leave_profiles, pass_gates
 from smat.ops.timeline import Moment
 from smat.ops.tokens import Tokens
 
-MAX_CHUNKS, CPU_TILES = 64, 32  # of a block of the causal branch, as in prefill
 OUTER_ELEMENTS = 1 << 22  # of the outer products that one share of sparse writes forms
 POOL_BYTES = 24 << 20  # of one pooled table
 
@@ -181,16 +179,7 @@ class _Piece:
         edge = torch.full_like(rows, self.moment.newest)
         entry = profile_entries(state, edge, rows, profile.long().transpose(1, 2))
         entry = entry.flatten(0, 1)  # (n H, t)
-        distinct = entry.unique()
-        now = None
-        if "log_decay" in state.tensors:
-            pairs = pick(state.tensors["log_decay"][0], self.group).flatten(0, 1)
-            now = torch.empty(
-                state.tensors["profile_epoch"].numel(), 2, dtype=pairs.dtype, device=pairs.device
-            )
-            now[entry] = pairs.unsqueeze(1)
-            now = now[distinct]
-        refresh_entries(state, distinct, torch.full_like(distinct, self.moment.newest), now)
+        refresh_entries(state, entry.unique(), self.moment.newest)
         share = max(1, OUTER_ELEMENTS // (len(far) * far.shape[2] * self.v.shape[2]))
         for first in range(0, self.length, share):
             part = slice(first, first + share)

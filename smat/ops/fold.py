@@ -26,7 +26,7 @@ LINE = 16  # columns: a cache line of fp32
 MIN_WIDTH = 2 * LINE
 SHEARED_ELEMENTS = 16384  # of the q^2 rows that a shear mixes
 GATHER_COST, SCATTER_COST = 4, 6  # against one addition in cache: these wait for memory
-SMALLEST_SHARE = 1 << 15  # additions: less is not worth the calls
+CALL_COST = 1 << 16  # additions in the time that a call takes before it does anything
 
 
 class Stage(NamedTuple):
@@ -76,6 +76,7 @@ class TableFold:
         self.width = slab_width(geometry, self.num_columns)
         self.slabs_per_head = -(-self.num_columns // self.width)
         self.num_slabs = sizes.heads * self.slabs_per_head
+        self.slab_cost = sum(stage.num_rows * stage.cost for stage in self.stages)
         self.stage = self.row = 0
         self.scratch: dict[tuple[str, int, int], Tensor] = {}
         self.head = -1
@@ -94,13 +95,13 @@ class TableFold:
 
     @property
     def cost_left(self) -> float:
-        """The additions that are still to be done, counting started stages by their rows."""
-        columns = self.num_columns * len(self.group.rows)
-        slab = sum(stage.num_rows * stage.cost for stage in self.stages)
-        started = sum(stage.num_rows * stage.cost for stage in self.stages[: self.stage])
-        started += self.row * self.stages[self.stage].cost
-        slabs = (self.num_slabs - self.group.built) / self.slabs_per_head
-        return columns * (slab * slabs - started / self.slabs_per_head)
+        """What is still to be done, in additions: all slabs but for the rows already done."""
+        columns = self.num_columns * len(self.group.rows) / self.slabs_per_head
+        done = sum(stage.num_rows * stage.cost for stage in self.stages[: self.stage])
+        done += self.row * self.stages[self.stage].cost
+        slabs = self.num_slabs - self.group.built
+        calls = slabs * len(self.stages) - self.stage
+        return columns * (slabs * self.slab_cost - done) + calls * CALL_COST
 
     def advance(self, state: StateTables, budget: float = math.inf) -> float:
         """Work until the budget of additions is spent or the table is complete; return the cost."""
@@ -109,10 +110,10 @@ class TableFold:
             stage = self.stages[self.stage]
             row_cost = stage.cost * self._columns_of_slab()
             rows = stage.num_rows - self.row
-            if math.isfinite(budget):
-                rows = min(rows, math.ceil((budget - spent) / row_cost))
+            if math.isfinite(budget):  # a call is worth at least as much work as its own cost
+                rows = min(rows, math.ceil(max(budget - spent - CALL_COST, CALL_COST) / row_cost))
             getattr(self, "_" + stage.kind)(state, stage, self.row, self.row + rows)
-            spent += rows * row_cost
+            spent += rows * row_cost + CALL_COST
             self.row += rows
             if self.row == stage.num_rows:
                 self.row, self.stage = 0, self.stage + 1
@@ -230,9 +231,11 @@ def spread_fold(state: StateTables, group: RowGroup, num_tokens: int = 1) -> Non
     tokens_left = state.timeline.start(moment.segment + 1) - group.position + num_tokens
     if group.fold is None:
         group.fold = TableFold(state, group, moment.segment + 1)
-    share = group.fold.cost_left * num_tokens / tokens_left
-    group.credit += share
-    if group.credit >= SMALLEST_SHARE or tokens_left <= num_tokens:
+    if tokens_left <= num_tokens:
+        group.fold.advance(state)
+        return
+    group.credit += group.fold.cost_left * num_tokens / tokens_left
+    if group.credit >= 2 * CALL_COST:
         group.credit -= group.fold.advance(state, group.credit)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from smat.ops.entries import (
+    add_to_entries,
+    profile_entries,
+    read_entries,
+    refresh_entries,
+    type_entries,
+)
 from smat.ops.fold import decay_factor, fold_now, spread_fold
 from smat.ops.state import RowGroup, StateTables
 from smat.ops.timeline import FOR_EVER, Moment
 from smat.ops.tokens import Tokens
-
-READ_ELEMENTS = 1 << 22  # of the index that one share of reads needs
 
 
 def step_token(state: StateTables, tokens: Tokens, spread: bool) -> Tensor:
@@ -99,8 +103,7 @@ def write_profile(state: StateTables, moments: list[Moment], tokens: Tokens) -> 
     else:
         profile_index = tokens.profile[:, 0].long()
     entry = profile_entries(state, edge[where], where, profile_index[where])
-    edges = edge[where, None].expand_as(entry).flatten()
-    refresh_entries(state, entry.flatten(), edges, _lambda(state, where))
+    refresh_entries(state, entry.flatten(), edge[where].repeat_interleave(entry.shape[1]))
     add_to_entries(state, entry.flatten(), far[where].flatten(0, 1), v[where].flatten(0, 1))
 
 
@@ -117,42 +120,6 @@ def _write_one_profile(state: StateTables, edge: int, profile: int, far: Tensor,
         entry *= decay_factor(now - last, state.dtype)[..., None, None]
         last.copy_(now)
     entry.addcmul_(far.unsqueeze(-1), v.unsqueeze(-2))
-
-
-def profile_entries(state: StateTables, edge: Tensor, rows: Tensor, profile: Tensor) -> Tensor:
-    """Number the entries (n, H, ...) of the profile tables that given rows write to."""
-    slots, batch, heads, num_profiles = state.tensors["profile_epoch"].shape
-    head = torch.arange(heads, device=state.device)
-    row = (edge % slots * batch + rows)[:, None] * heads + head
-    return row.view(*row.shape, *[1] * (profile.ndim - 2)) * num_profiles + profile
-
-
-def refresh_entries(state: StateTables, entry: Tensor, edge: Tensor, now: Tensor | None) -> None:
-    """Bring distinct entries up to date: zero if of an older epoch, else decayed up to now."""
-    epoch = state.own("profile_epoch").view(-1)
-    stale = epoch[entry] != edge
-    epoch[entry] = edge
-    table = state.own("profile_table").flatten(0, 3)
-    if now is None:
-        table[entry[stale]] = 0
-        return
-    last = state.own("profile_log_decay").view(-1, 2)
-    left = decay_factor(now - last[entry], state.dtype)[:, None, None]
-    table[entry] = torch.where(stale[:, None, None], 0, table[entry] * left)
-    last[entry] = now
-
-
-def add_to_entries(state: StateTables, entry: Tensor, far: Tensor, v: Tensor) -> None:
-    """Add outer products to entries, (M,), (M, r), (M, p)."""
-    table = state.own("profile_table").flatten(0, 3)
-    table.index_add_(0, entry, far.unsqueeze(-1) * v.unsqueeze(-2))
-
-
-def _lambda(state: StateTables, rows: Tensor) -> Tensor | None:
-    """Lambda of every head of some rows, (n H, 2)."""
-    if "log_decay" not in state.tensors:
-        return None
-    return state.tensors["log_decay"][0, rows].flatten(0, 1)
 
 
 def per_row(state: StateTables, values: list[int]) -> Tensor:
@@ -211,38 +178,6 @@ def _read_types(state: StateTables, segment: int | Tensor, phi: Tensor, tokens: 
     weight = None if tokens.read_weight is None else tokens.read_weight[:, 0].flatten(0, 1)
     table = state.tensors["type_table"]
     return read_entries(table, entry.flatten(0, 1), phi.flatten(0, 2), weight)
-
-
-def type_entries(
-    state: StateTables, segment: int | Tensor, rows: Tensor, query_type: Tensor
-) -> Tensor:
-    """Number the entries (n, Hq, ...) of the type tables that given rows read."""
-    buffers, batch, heads, num_types = state.tensors["type_table"].shape[:4]
-    head = torch.arange(state.sizes.query_heads, device=state.device) // state.sizes.group
-    row = (segment % buffers * batch + rows)[:, None] * heads + head
-    return row.view(*row.shape, *[1] * (query_type.ndim - 2)) * num_types + query_type
-
-
-def read_entries(table: Tensor, entry: Tensor, phi: Tensor, weight: Tensor | None) -> Tensor:
-    """Contract each query with one entry, or with the weighted sum of several: (M, k), (M, r)."""
-    feature_dim, aug_dim = table.shape[-2:]
-    entry = entry.view(len(entry), -1, 1)
-    feature = torch.arange(feature_dim, device=table.device)
-    share = max(1, READ_ELEMENTS // (entry.shape[1] * feature_dim))
-    answers = []
-    for first in range(0, len(entry), share):
-        part = slice(first, first + share)
-        rows = (entry[part] * feature_dim + feature).flatten(1)
-        weights = phi[part, None].expand(-1, entry.shape[1], -1)
-        if weight is not None:
-            weights = weights * weight[part].unsqueeze(-1)
-        answers.append(
-            F.embedding_bag(
-                rows, table.view(-1, aug_dim), mode="sum",
-                per_sample_weights=weights.reshape(rows.shape),
-            )
-        )  # fmt: skip
-    return torch.cat(answers)
 
 
 def divide(y: Tensor, normalize: bool) -> Tensor:
