@@ -1,0 +1,174 @@
+"""Gated DeltaNet, and DeltaNet as the same layer without decay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smat.layers.mixer import DistantMemory, Mixer
+from smat.layers.primitives import (
+    NormThenGate,
+    RMSNorm,
+    init_decay_rate_,
+    init_step_bias_,
+    l2_norm,
+    step_and_log_decay,
+)
+from smat.layers.short_convolution import ShortConvolution
+from smat.layers.span import MixerCache, Span
+from smat.masks.boundary import KeptBoundary
+from smat.ops.delta_rule import delta_rule, delta_rule_step
+
+
+class Projected(NamedTuple):
+    """What the gated delta rule takes."""
+
+    q: Tensor  # (B, T, H, K), unit length
+    k: Tensor  # (B, T, H, K), unit length
+    v: Tensor  # (B, T, H, V)
+    beta: Tensor  # (B, T, H)
+    log_decay: Tensor | None  # (B, T, H)
+
+
+class GatedDeltaNet(Mixer):
+    """The Gated DeltaNet layer.
+
+    >>> layer = GatedDeltaNet(hidden_size=32, num_heads=2, head_dim=8)
+    >>> x = torch.randn(2, 50, 32)
+    >>> out, _, cache = layer(x, use_cache=True)
+    >>> out.shape
+    torch.Size([2, 50, 32])
+    >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
+    >>> out_t.shape, cache["state"].shape
+    (torch.Size([2, 32]), torch.Size([2, 2, 8, 16]))
+
+    S_t = a_t (I - beta_t k_t k_t') S_{t-1} + beta_t k_t v_t',   y_t = K^(-1/2) S_t' q_t,
+    out = W (RMSNorm(y) SiLU(gate)),  with q, k, v convolved, q and k of unit length,
+    beta = sigmoid(W x)  and  a = exp(-A softplus(W x + dt_bias)).
+
+    With a `memory` the state and the convolution are reset at the boundary of its mask, and what
+    it reads of the distant tokens is added before the norm.
+
+    Conventions of flash-linear-attention: norm per head before the gate, no bias, A from U(0, 16);
+    linear layers as torch draws them.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 4,
+        head_dim: int = 64,
+        expand_v: float = 2.0,
+        conv_size: int = 4,
+        decay: bool = True,
+        output_gate: bool = True,
+        allow_neg_eigval: bool = False,
+        norm_eps: float = 1e-5,
+        chunk_size: int = 64,
+        memory: DistantMemory | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        value_dim = round(head_dim * expand_v)
+        if value_dim < 1 or value_dim != head_dim * expand_v:
+            raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")
+        self.hidden_size, self.num_heads = hidden_size, num_heads
+        self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
+        self.allow_neg_eigval = allow_neg_eigval
+        self.widths = [num_heads * head_dim, num_heads * head_dim, num_heads * value_dim]
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
+        self.conv = ShortConvolution(sum(self.widths), conv_size, **made)
+        self.b_proj = nn.Linear(hidden_size, num_heads, bias=False, **made)
+        self.a_proj = nn.Linear(hidden_size, num_heads, bias=False, **made) if decay else None
+        if decay:
+            self.dt_bias = nn.Parameter(torch.empty(num_heads, **made))
+            self.A_log = nn.Parameter(torch.empty(num_heads, **made))
+        self.g_proj: nn.Linear | None = None
+        self.norm: RMSNorm = RMSNorm(value_dim, norm_eps, **made)
+        if output_gate:
+            self.g_proj = nn.Linear(hidden_size, self.widths[2], bias=False, **made)
+            self.norm = NormThenGate(value_dim, norm_eps, **made)
+        self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False, **made)
+        self.memory = memory
+        if memory is not None and not isinstance(memory.mask.boundary, KeptBoundary):
+            raise ValueError(f"the delta rule needs a kept boundary, got {memory.mask.describe()}")
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        super().reset_parameters()
+        if self.a_proj is not None:
+            init_step_bias_(self.dt_bias)
+            init_decay_rate_(self.A_log, 0.0, 16.0)
+
+    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+        inputs, past = self.qkv_proj(x), span.part("conv")
+        first = span.first_visible(None if self.memory is None else self.memory.mask)
+        tokens = self._project(x, self.conv(inputs, past, first), span)
+        y, state = self.recur(x, self._reset(tokens, span), span)
+        distant = None
+        if self.memory is not None:
+            q, k, v, beta, log_decay = tokens
+            read, distant = self.memory(x, q, k, v, log_decay, beta, span)
+            y = y + read
+        gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]
+        y = self.norm(y, *gate)
+        out = self.o_proj(y.flatten(-2))
+        if not span.use_cache:
+            return out, None
+        conv = self.conv.next_state(inputs, past, span.lengths)
+        return out, span.cache(conv=conv, state=state, memory=distant)
+
+    def _project(self, x: Tensor, convolved: Tensor, span: Span) -> Projected:
+        q, k, v = (
+            part.unflatten(-1, (self.num_heads, -1)) for part in convolved.split(self.widths, -1)
+        )
+        beta = self.b_proj(x).sigmoid() * (2 if self.allow_neg_eigval else 1)
+        log_decay = None
+        if self.a_proj is not None:
+            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
+            log_decay = span.quiet(log_decay)
+        return Projected(l2_norm(q), l2_norm(k), v, span.quiet(beta), log_decay)
+
+    def _reset(self, tokens: Projected, span: Span) -> Projected:
+        """Forget everything at the boundary of the memory: a log-decay of minus infinity there."""
+        num_distant = 0 if self.memory is None else self.memory.mask.num_distant
+        if num_distant == 0:
+            return tokens
+        log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
+        edge = span.positions() == num_distant
+        edge = edge.expand(log_decay.shape[:2]).unsqueeze(-1)
+        if span.real is not None:
+            edge = edge & span.real.unsqueeze(-1)
+        return tokens._replace(log_decay=log_decay.masked_fill(edge, -torch.inf))
+
+    def recur(self, x: Tensor, tokens: Projected, span: Span) -> tuple[Tensor, Any]:
+        """Run the delta rule over the tokens of a span, and return its state."""
+        q, k, v, beta, log_decay = tokens
+        state = span.part("state")
+        if span.single:
+            first = [None if each is None else each[:, 0] for each in tokens]
+            out, state = delta_rule_step(*first, state=state)  # type: ignore[arg-type]
+            return out.unsqueeze(1), state
+        return delta_rule(
+            q, k, v, beta, log_decay, initial_state=state, chunk_size=self.chunk_size,
+            output_final_state=span.use_cache,
+        )  # fmt: skip
+
+
+class DeltaNet(GatedDeltaNet):
+    """Gated DeltaNet without decay and output gate.
+
+    >>> layer = DeltaNet(hidden_size=32, num_heads=2, head_dim=8)
+    >>> layer(torch.randn(2, 50, 32))[0].shape
+    torch.Size([2, 50, 32])
+    """
+
+    def __init__(self, hidden_size: int, *, expand_v: float = 1.0, **options: Any) -> None:
+        options = {"decay": False, "output_gate": False, **options}
+        super().__init__(hidden_size, expand_v=expand_v, **options)

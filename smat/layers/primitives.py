@@ -1,0 +1,143 @@
+"""Small parts that several layers share: norms, rotary positions, gates, short convolutions."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """Scale vectors to length 1: x (sum x^2 + eps)^(-1/2).
+
+    >>> l2_norm(torch.tensor([3.0, 4.0]))
+    tensor([0.6000, 0.8000])
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Divide by the root of the mean square, group by group, and scale by a learned weight.
+
+    >>> RMSNorm(2)(torch.tensor([3.0, -3.0]))
+    tensor([ 1.0000, -1.0000], grad_fn=<MulBackward0>)
+    """
+
+    def __init__(
+        self,
+        width: int,
+        eps: float = 1e-5,
+        num_groups: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if width % num_groups:
+            raise ValueError(f"a width of {width} does not fall into {num_groups} groups")
+        self.eps, self.num_groups = eps, num_groups
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start with a weight of 1."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise (..., width); sums run in fp32 or wider."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        groups = wide.unflatten(-1, (self.num_groups, -1))
+        scale = (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        return (groups * scale).flatten(-2).to(x.dtype) * self.weight.to(x.dtype)
+
+
+class NormThenGate(RMSNorm):
+    """RMSNorm(x) w SiLU(gate): the order of Gated DeltaNet.
+
+    >>> NormThenGate(4)(torch.ones(4), torch.zeros(4)).tolist()
+    [0.0, 0.0, 0.0, 0.0]
+    """
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalise, then gate."""
+        return super().forward(x) * F.silu(gate)
+
+
+class GateThenNorm(RMSNorm):
+    """RMSNorm(x SiLU(gate)) w: the order of Mamba-2.
+
+    >>> norm = GateThenNorm(4, eps=0.0)
+    >>> norm(torch.ones(4), torch.full((4,), 9.0)).tolist()  # a common factor divides out again
+    [1.0, 1.0, 1.0, 1.0]
+    """
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        """Gate, then normalise."""
+        return super().forward(x * F.silu(gate))
+
+
+def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
+    """Turn pairs of coordinates by angles that grow with the position (rotary positions).
+
+    >>> x = torch.randn(1, 2, 1, 4)
+    >>> torch.equal(rotate(x, torch.tensor([[0, 7]]))[:, 0], x[:, 0])
+    True
+
+    x (B, T, H, K) with K even, position (B, T): coordinates i and i + K/2 make a pair.
+    """
+    half = x.shape[-1] // 2
+    if 2 * half != x.shape[-1]:
+        raise ValueError(f"rotary positions need an even width, got {x.shape[-1]}")
+    kind = torch.promote_types(x.dtype, torch.float32)
+    rate = base ** (-torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    angle = (position.unsqueeze(-1) * rate).unsqueeze(-2)
+    cos, sin = angle.cos().to(kind), angle.sin().to(kind)
+    first, second = x.to(kind).split(half, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+@torch.no_grad()
+def init_step_bias_(
+    bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4
+) -> Tensor:
+    """Draw steps log-uniformly from [low, high] and store what softplus turns into them.
+
+    >>> steps = F.softplus(init_step_bias_(torch.empty(1000)))
+    >>> bool((steps > 0.99e-3).all() and (steps < 1.01e-1).all())
+    True
+    """
+    draw = torch.empty_like(bias).uniform_(math.log(low), math.log(high))
+    step = draw.exp_().clamp_(min=floor)
+    return keep_from_decay_(bias.copy_(step + torch.log(-torch.expm1(-step))))
+
+
+@torch.no_grad()
+def init_decay_rate_(log_rate: Tensor, low: float = 1.0, high: float = 16.0) -> Tensor:
+    """Draw rates A uniformly from [low, high] and store ln A.
+
+    >>> rates = init_decay_rate_(torch.empty(1000)).exp()
+    >>> bool((rates > 0.99).all() and (rates < 16.01).all())
+    True
+    """
+    log_rate.uniform_(low, high).clamp_(min=1e-4).log_()
+    return keep_from_decay_(log_rate)
+
+
+def keep_from_decay_(parameter: Tensor) -> Tensor:
+    """Mark a parameter that weight decay must leave alone."""
+    parameter._no_weight_decay = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def step_and_log_decay(raw: Tensor, step_bias: Tensor, log_rate: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn a projection into step sizes and log-decays: softplus(raw + bias), -exp(ln A) step.
+
+    >>> step, log_decay = step_and_log_decay(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+    >>> step, log_decay
+    (tensor([0.6931]), tensor([-0.6931]))
+    """
+    kind = torch.promote_types(raw.dtype, torch.float32)
+    step = F.softplus(raw.to(kind) + step_bias.to(kind))
+    return step, -log_rate.to(kind).exp() * step

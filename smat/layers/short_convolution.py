@@ -1,0 +1,99 @@
+"""Short depthwise causal convolution as shifted multiply-adds, with a decoding state."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class ShortConvolution(nn.Module):
+    """y_t = SiLU(bias + sum over lags of w[lag] x[t - lag]), channel by channel.
+
+    >>> conv = ShortConvolution(channels=8, width=4)
+    >>> x = torch.randn(2, 10, 8)
+    >>> whole = conv(x)
+    >>> state = conv.next_state(x[:, :9])  # the last width - 1 inputs
+    >>> torch.allclose(conv(x[:, 9:], state), whole[:, 9:], atol=1e-6)
+    True
+
+    `weight` is (channels, width), the tap of the token itself last. A few multiply-adds are much
+    faster on a CPU than a grouped convolution, and let every token say how far back it looks.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        width: int = 4,
+        bias: bool = False,
+        activation: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if width < 1:
+            raise ValueError(f"the width of a convolution must be 1 or more, got {width}")
+        self.channels, self.width, self.activation = channels, width, activation
+        self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw as a convolution layer of torch does: uniform within width^(-1/2)."""
+        bound = 1 / math.sqrt(self.width)
+        nn.init.uniform_(self.weight, -bound, bound)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias, -bound, bound)
+
+    def forward(
+        self, x: Tensor, state: Tensor | None = None, first: Tensor | None = None
+    ) -> Tensor:
+        """Convolve (B, T, C), after the inputs in `state` (B, width - 1, C) if given.
+
+        `first` (B, T) or (1, T) is the first token of x that each token may look back to, negative
+        for one in the state: the start of its sequence, or the boundary of a recurrence that is
+        reset there.
+        """
+        length, past = x.shape[1], self.width - 1
+        history = self._history(x, state)
+        out = x * self.weight[:, past]
+        for lag in range(1, self.width):
+            seen = history[:, past - lag : past - lag + length]
+            if first is not None:
+                token = torch.arange(length, device=x.device)
+                seen = seen.masked_fill((token - lag < first).unsqueeze(-1), 0)
+            out = out + seen * self.weight[:, past - lag]
+        if self.bias is not None:
+            out = out + self.bias
+        return (F.silu(out) if self.activation else out).to(x.dtype)
+
+    def next_state(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Keep the last width - 1 inputs of every row, or of every packed sequence.
+
+        Rows have `lengths` (B,) tokens, all of them if it is None.
+        """
+        length, past = x.shape[1], self.width - 1
+        if cu_seqlens is not None:
+            index = cu_seqlens[1:, None] - past + torch.arange(past, device=x.device)
+            before = index < cu_seqlens[:-1, None]
+            return x[0, index.clamp(min=0)].masked_fill(before.unsqueeze(-1), 0)
+        history = self._history(x, state)
+        if lengths is None:
+            return history[:, length : length + past].clone()
+        index = lengths[:, None] + torch.arange(past, device=x.device)
+        return history.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+    def _history(self, x: Tensor, state: Tensor | None) -> Tensor:
+        if state is None:
+            return F.pad(x, (0, 0, self.width - 1, 0))
+        return torch.cat([state.to(x.dtype), x], 1)
