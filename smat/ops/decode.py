@@ -3,47 +3,22 @@
 from __future__ import annotations
 
 import itertools
-import warnings
-from collections.abc import Callable
-from functools import cache, wraps
 from os import PathLike
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from smat.masks import SMatMask, SMatWarning
+from smat.masks import SMatMask
 from smat.ops.extend import extend_tokens
 from smat.ops.feature_maps import FeatureMap
+from smat.ops.isolation import isolated
 from smat.ops.padding import Padding
 from smat.ops.state import StateSizes, StateTables, check_dtype
 from smat.ops.state_io import check_tensors, load_arguments, save_state
 from smat.ops.step import divide, step_token
-from smat.ops.timeline import Timeline
+from smat.ops.timeline import Timeline, warn_past_horizon
 from smat.ops.tokens import load_tokens
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def _exactly(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Keep autograd, autocast and compilers away from the tables of a state.
-
-    A compiled model calls a step as it stands, between two graphs: what a compiler would make of
-    writing into one state while another shares its memory never comes up.
-    """
-
-    @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with torch.no_grad():
-            device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-            if not torch.is_autocast_enabled(device):
-                return function(*args, **kwargs)
-            with torch.autocast(device, enabled=False):
-                return function(*args, **kwargs)
-
-    uncompiled: Callable[Arguments, Result] = torch.compiler.disable(run)
-    return uncompiled
 
 
 class SMatState(StateTables):
@@ -119,7 +94,7 @@ class SMatState(StateTables):
         return state
 
     @classmethod
-    @_exactly
+    @isolated
     def after(
         cls,
         k: Tensor,
@@ -169,7 +144,7 @@ class SMatState(StateTables):
         extend_tokens(state, tokens, tokens_of_row)
         return state
 
-    @_exactly
+    @isolated
     def step(
         self,
         q_t: Tensor,
@@ -213,11 +188,12 @@ class SMatState(StateTables):
         q, k, v = (_one_token(name, x) for name, x in (("q_t", q_t), ("k_t", k_t), ("v_t", v_t)))
         tokens = load_tokens(self, q, k, v, **with_time)
         state = self if inplace else self.fork()
-        state.warn_past_horizon(1)
+        last = max((group.position for group in state.groups), default=0)
+        warn_past_horizon(state.mask, last + 1)
         y = step_token(state, tokens, spread=inplace and state.num_buffers > 1)
         return divide(y, state.sizes.normalize).to(v_t.dtype), state
 
-    @_exactly
+    @isolated
     def extend(
         self,
         q: Tensor,
@@ -257,7 +233,8 @@ class SMatState(StateTables):
         tokens = load_tokens(self, q, k, v, **arrays)  # type: ignore[arg-type]
         state = self if inplace else self.fork()
         lengths = [k.shape[1]] * len(k) if padding.lengths is None else padding.lengths.tolist()
-        state.warn_past_horizon(max(lengths, default=0))
+        ends = (at + count for at, count in zip(state.positions, lengths, strict=True))
+        warn_past_horizon(state.mask, max(ends, default=0))
         y = extend_tokens(state, tokens, lengths, spread=inplace and state.num_buffers > 1)
         assert y is not None
         out = divide(y, state.sizes.normalize).to(v.dtype)
@@ -283,24 +260,6 @@ class SMatState(StateTables):
         state = cls(**load_arguments(path, mask, feature_map, device))
         check_tensors(state, path)
         return state
-
-    def warn_past_horizon(self, num_tokens: int) -> None:
-        """Say, once for a mask, that its boundary now stays where the horizon put it."""
-        last = max((group.position for group in self.groups), default=0) + num_tokens
-        if last > self.mask.seq_len and not self.mask.boundary.horizon_free:
-            _warn_kept(self.mask)
-
-
-@cache
-def _warn_kept(mask: SMatMask) -> None:
-    if mask.vc_dim == 1:  # plain causal at every length
-        return
-    warnings.warn(
-        f"decoding past T = {mask.seq_len}: the boundary is kept at n = {mask.num_distant}, and "
-        "every later key is recent. A stepped window, boundary=window(step), has no horizon.",
-        SMatWarning,
-        stacklevel=6,  # past the layers between this function and the caller of the step
-    )
 
 
 def _check_packed(mask: SMatMask) -> None:

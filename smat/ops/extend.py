@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -20,8 +18,9 @@ from smat.ops.entries import (
 from smat.ops.fold import decay_factor, pick, spread_fold
 from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
 from smat.ops.pieces import cut_blocks
+from smat.ops.row_groups import RowGroup
 from smat.ops.rows import CPU_TILES, MAX_CHUNKS
-from smat.ops.state import RowGroup, StateTables
+from smat.ops.state import StateTables
 from smat.ops.step import enter, leave_profiles, pass_gates
 from smat.ops.timeline import Moment
 from smat.ops.tokens import Tokens
@@ -37,27 +36,13 @@ def extend_tokens(
     y = None
     if tokens.phi is not None:
         y = tokens.phi.new_zeros(*tokens.phi.shape[:3], state.sizes.aug_dim)
-    positions = state.positions
-    for group, length in _groups(state, lengths):
+    for group, length in state.part(lengths):
         answer = _absorb(state, group, tokens.rows(group.index, length), spread)
         if y is not None and answer is not None:
             y[slice(None) if group.index is None else group.index, :length] = answer
-    if len(set(lengths)) > 1:
-        state.regroup([at + length for at, length in zip(positions, lengths, strict=True)])
+    state.unite()
     leave_profiles(state)
     return y
-
-
-def _groups(state: StateTables, lengths: list[int]) -> Iterator[tuple[RowGroup, int]]:
-    """Give the rows that stand together and go on together."""
-    if len(set(lengths)) == 1:
-        yield from ((group, lengths[0]) for group in state.groups)
-        return
-    for group in list(state.groups):
-        for length in sorted({lengths[row] for row in group.rows}):
-            rows = [row for row in group.rows if lengths[row] == length]
-            index = torch.tensor(rows, device=state.device)
-            yield RowGroup(rows, index, group.position, group.built), length
 
 
 def _absorb(state: StateTables, group: RowGroup, tokens: Tokens, spread: bool) -> Tensor | None:

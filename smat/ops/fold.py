@@ -20,7 +20,8 @@ from torch import Tensor
 
 from smat.geometry import Geometry
 from smat.geometry.radon import shear_indices
-from smat.ops.state import RowGroup, StateTables
+from smat.ops.row_groups import RowGroup
+from smat.ops.state import StateTables
 
 LINE = 16  # columns: a cache line of fp32
 MIN_WIDTH = 2 * LINE

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,10 +27,8 @@ from typing_extensions import Self
 
 from smat.masks import SMatMask
 from smat.ops.feature_maps import FeatureMap, split_feature_map
+from smat.ops.row_groups import RowGroup, group_rows
 from smat.ops.timeline import Timeline
-
-if TYPE_CHECKING:
-    from smat.ops.fold import TableFold
 
 STATES = ("type_table", "profile_table", "recent")
 GATES = ("log_decay", "edge_log_decay", "profile_log_decay")
@@ -58,19 +55,6 @@ class StateSizes:
     def group(self) -> int:
         """The number of query heads that read the tables of one key head."""
         return self.query_heads // self.heads
-
-
-@dataclass
-class RowGroup:
-    """Batch rows that stand at the same position; they meet every event together."""
-
-    rows: list[int]
-    index: Tensor | None  # the rows as an index, or None for the whole batch
-    position: int
-    built: int = 0  # slabs of the next type table that are finished
-    fold: TableFold | None = None  # the one being spread over tokens
-    credit: float = 0.0  # additions that it may do
-    until: int = 0  # no event before this position
 
 
 class StateTables:
@@ -202,9 +186,21 @@ class StateTables:
         other._shared.update(self.tensors)
         return other
 
-    def regroup(self, positions: Sequence[int]) -> None:
-        """Set the positions anew, row by row."""
-        self.groups = group_rows(positions, self.built, self.device)
+    def part(self, lengths: Sequence[int]) -> list[tuple[RowGroup, int]]:
+        """Take the groups apart so that the rows of each go on by the same number of tokens."""
+        if len(set(lengths)) > 1:
+            self.groups = [
+                RowGroup(rows, torch.tensor(rows, device=self.device), group.position, group.built)
+                for group in self.groups
+                for length in sorted({lengths[row] for row in group.rows})
+                if (rows := [row for row in group.rows if lengths[row] == length])
+            ]
+        return [(group, lengths[group.rows[0]]) for group in self.groups]
+
+    def unite(self) -> None:
+        """Put rows that have come to stand together into one group."""
+        if len(self.groups) > 1:
+            self.groups = group_rows(self.positions, self.built, self.device)
 
     # Batch operations.
 
@@ -262,22 +258,6 @@ class StateTables:
             self.mask, self.sizes, self.feature_map, self.fold, tensors, positions, built,
             self.timeline,
         )  # fmt: skip
-
-
-def group_rows(
-    positions: Sequence[int], built: Sequence[int], device: torch.device
-) -> list[RowGroup]:
-    """Collect the batch rows that stand at the same position."""
-    by_place: dict[tuple[int, int], list[int]] = {}
-    for row, place in enumerate(zip(positions, built, strict=True)):
-        by_place.setdefault(place, []).append(row)
-    if len(by_place) == 1:
-        ((position, slabs),) = by_place
-        return [RowGroup(list(range(len(positions))), None, position, slabs)]
-    return [
-        RowGroup(rows, torch.tensor(rows, device=device), position, slabs)
-        for (position, slabs), rows in by_place.items()
-    ]
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -59,17 +59,7 @@ def load_arguments(
         about = json.loads(metadata["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     saved = SMatMask.from_dict(about["mask"])
-    if mask is not None and not _same_tables(mask, saved):
-        raise ValueError(
-            f"the state in {path} belongs to {saved.describe()}; it cannot go on under "
-            f"{mask.describe()}"
-        )
-    if about["feature_map"] is None and feature_map is None:
-        raise ValueError(f"the state in {path} used a feature map of its own: pass feature_map")
-    if None not in (about["feature_map"], feature_map) and feature_map != about["feature_map"]:
-        raise ValueError(
-            f"the state in {path} used feature map {about['feature_map']!r}, not {feature_map!r}"
-        )
+    _check_recipe(path, saved, mask, about["feature_map"], feature_map)
     return {
         "mask": saved if mask is None else mask,
         "sizes": StateSizes(**about["sizes"]),
@@ -79,6 +69,25 @@ def load_arguments(
         "positions": about["positions"],
         "built": about["built"],
     }
+
+
+def _check_recipe(
+    path: str | os.PathLike[str],
+    saved: SMatMask,
+    mask: SMatMask | None,
+    saved_map: str | None,
+    feature_map: FeatureMap | None,
+) -> None:
+    """Refuse a file of another mask, or of another feature map."""
+    if mask is not None and not _same_tables(mask, saved):
+        raise ValueError(
+            f"the state in {path} belongs to {saved.describe()}; it cannot go on under "
+            f"{mask.describe()}"
+        )
+    if saved_map is None and feature_map is None:
+        raise ValueError(f"the state in {path} used a feature map of its own: pass feature_map")
+    if saved_map is not None and feature_map not in (None, saved_map):
+        raise ValueError(f"the state in {path} used feature map {saved_map!r}, not {feature_map!r}")
 
 
 def _same_tables(first: SMatMask, second: SMatMask) -> bool:

@@ -13,7 +13,8 @@ from smat.ops.entries import (
     type_entries,
 )
 from smat.ops.fold import decay_factor, fold_now, spread_fold
-from smat.ops.state import RowGroup, StateTables
+from smat.ops.row_groups import RowGroup
+from smat.ops.state import StateTables
 from smat.ops.timeline import FOR_EVER, Moment
 from smat.ops.tokens import Tokens
 

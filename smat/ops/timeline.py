@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from bisect import bisect_right
+from functools import cache
 from typing import NamedTuple
 
-from smat.masks import SMatMask, none
+from smat.masks import SMatMask, SMatWarning, none
 
 FOR_EVER = sys.maxsize
 
@@ -108,3 +110,19 @@ class Timeline:
                 f"{self._edges[number]} opens before the segment that starts at "
                 f"{self._starts[folded]}"
             )
+
+
+def warn_past_horizon(mask: SMatMask, num_tokens: int) -> None:
+    """Say, once for a mask, that its boundary now stays where the horizon put it."""
+    if num_tokens > mask.seq_len and not mask.boundary.horizon_free and mask.vc_dim > 1:
+        _warn_kept(mask)
+
+
+@cache
+def _warn_kept(mask: SMatMask) -> None:
+    warnings.warn(
+        f"decoding past T = {mask.seq_len}: the boundary is kept at n = {mask.num_distant}, and "
+        "every later key is recent. A stepped window, boundary=window(step), has no horizon.",
+        SMatWarning,
+        stacklevel=6,  # past the layers between this function and the caller of the step
+    )

@@ -67,38 +67,47 @@ def load_tokens(
     ``mapped`` says that k already went through a feature map that is not pointwise.
     """
     _check_values(state, q, k, v)
-    sizes, geometry, dtype = state.sizes, state.mask.geometry, state.dtype
+    sizes, dtype = state.sizes, state.dtype
     before = None if mapped else state.map_before
-    psi = _features(state, k if before is None else before(k))
     phi = None
     if q is not None:
         phi = _features(state, q if before is None else before(q))
-    psi, v = _heads(psi, sizes.heads, "k"), _heads(v.to(dtype), sizes.heads, "v")
-    log_decay, key_gate, write_weight, profile = (
-        None if x is None else _heads(_per_token(x, k, name), sizes.heads, name)
-        for name, x in (
-            ("log_decay", log_decay), ("key_gate", key_gate), ("write_weight", write_weight),
-            ("profile", profile),
-        )
-    )  # fmt: skip
-    if log_decay is not None:
-        if not bool((log_decay <= 0).all()):
-            raise ValueError(f"log_decay must be at most 0, got {log_decay.max().item()}")
-        log_decay = log_decay.double().clamp(min=FORGETS)
-    if key_gate is not None:
-        psi = psi * key_gate.to(dtype).unsqueeze(-1)
-    far = psi
-    if write_weight is not None:
-        if state.mask.vc_dim == 1 and not sizes.weighted:
-            raise ValueError(
-                "at d = 1 a state takes a write_weight only if made with weighted=True"
-            )
-        far = psi * write_weight.to(dtype).unsqueeze(-1)
-    check_index("profile", profile, geometry.num_profiles)
-    query_type, read_weight = _reads(state, k, query_type, read_weight)
+    psi = _heads(_features(state, k if before is None else before(k)), sizes.heads, "k")
+    v = _heads(v.to(dtype), sizes.heads, "v")
     if sizes.normalize:
         v = torch.nn.functional.pad(v, (0, 1), value=1.0)
-    return Tokens(phi, psi, far, v, log_decay, profile, query_type, read_weight)
+    gates = {"log_decay": log_decay, "key_gate": key_gate, "write_weight": write_weight}
+    given = {
+        name: None if x is None else _heads(_per_token(x, k, name), sizes.heads, name)
+        for name, x in (gates | {"profile": profile}).items()
+    }
+    psi, far = _weigh(state, psi, given["key_gate"], given["write_weight"])
+    check_index("profile", given["profile"], state.mask.geometry.num_profiles)
+    query_type, read_weight = _reads(state, k, query_type, read_weight)
+    log_decay = _clamped(given["log_decay"])
+    return Tokens(phi, psi, far, v, log_decay, given["profile"], query_type, read_weight)
+
+
+def _weigh(
+    state: StateTables, psi: Tensor, key_gate: Tensor | None, write_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Scale what tokens write, and apart from that what they write to their profiles."""
+    if key_gate is not None:
+        psi = psi * key_gate.to(psi.dtype).unsqueeze(-1)
+    if write_weight is None:
+        return psi, psi
+    if state.mask.vc_dim == 1 and not state.sizes.weighted:
+        raise ValueError("at d = 1 a state takes a write_weight only if made with weighted=True")
+    return psi, psi * write_weight.to(psi.dtype).unsqueeze(-1)
+
+
+def _clamped(log_decay: Tensor | None) -> Tensor | None:
+    """Check log-gates and bring them into the range in which their sums stay finite."""
+    if log_decay is None:
+        return None
+    if not bool((log_decay <= 0).all()):
+        raise ValueError(f"log_decay must be at most 0, got {log_decay.max().item()}")
+    return log_decay.double().clamp(min=FORGETS)
 
 
 def _check_values(state: StateTables, q: Tensor | None, k: Tensor, v: Tensor) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import smat
+from smat.ops import fold
 from tests.ops.comparison import mild_gates, poisoned_memory
 from tests.ops.decoding import (
     KINDS,
@@ -21,6 +22,13 @@ from tests.ops.decoding import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
+
+
+@pytest.fixture(autouse=True)
+def thin_shares(monkeypatch):
+    """Let folds as small as those of tests be spread over many tokens, too."""
+    monkeypatch.setattr(fold, "CALL_COST", 64)
+
 
 # Every kind meets every dimension and, over the dimensions, every schedule.
 CASES = [

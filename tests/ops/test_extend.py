@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import smat
+from smat.ops import fold
 from tests.ops.decoding import (
     KINDS,
     SCHEDULES,
@@ -22,6 +23,12 @@ from tests.ops.decoding import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
+
+
+@pytest.fixture(autouse=True)
+def thin_shares(monkeypatch):
+    """Let folds as small as those of tests be spread over many tokens, too."""
+    monkeypatch.setattr(fold, "CALL_COST", 64)
 
 
 def extend_in_pieces(state, inputs, cuts, inplace):
@@ -77,6 +84,21 @@ def test_a_second_turn_may_be_padded(schedule):
     assert state.positions == real.sum(1).tolist()
     expected = smat.reference_attention(mask=mask, **inputs, attention_mask=real)
     assert worst_row(torch.cat([first, second], 1), expected) <= 1e-12
+
+
+@pytest.mark.parametrize("schedule", ["window", "odd window", "doubling"])
+def test_a_padded_turn_in_the_middle_of_a_fold(schedule):
+    mask = smat.SMatMask(197, 3, 8, boundary=SCHEDULES[schedule])
+    inputs = make_case(mask, 197, "gated", batch=3, heads=4)
+    real = torch.ones(3, 197, dtype=torch.bool)
+    real[0, 60:70], real[1, 60:95] = False, False
+    _, state = decode(empty_for(mask, inputs), inputs, 0, 60)
+    assert state.built[0] > 0
+    _, state = state.extend(**span(inputs, 60, 100), attention_mask=real[:, 60:100], inplace=True)
+    found, state = decode(state, inputs, 100)
+    assert state.positions == real.sum(1).tolist()
+    expected = smat.reference_attention(mask=mask, **inputs, attention_mask=real)
+    assert worst_row(found, expected[:, 100:]) <= 1e-12
 
 
 def test_few_tokens_touch_few_entries():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import smat
+from smat.ops import fold
 from tests.ops.decoding import (
     SCHEDULES,
     at,
@@ -18,6 +19,12 @@ from tests.ops.decoding import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
+
+
+@pytest.fixture(autouse=True)
+def thin_shares(monkeypatch):
+    """Let folds as small as those of tests be spread over many tokens, too."""
+    monkeypatch.setattr(fold, "CALL_COST", 64)
 
 
 def cache_megabytes(num_states, batch=64, feature_dim=32, aug_dim=33):
@@ -48,9 +55,9 @@ def test_bytes_follow_from_the_numbers_of_states(vc_dim, schedule):
     mask = smat.SMatMask(97, vc_dim, 8, boundary=SCHEDULES[schedule])
     inputs = make_case(mask, 97, "gated")
     profiles, types = mask.geometry.num_profiles, mask.geometry.num_types
-    for fold, buffers in (("spread", 2), ("at_once", 1)):
-        early = empty_for(mask, inputs, fold=fold)
-        _, late = decode(empty_for(mask, inputs, fold=fold), inputs)
+    for option, buffers in (("spread", 2), ("at_once", 1)):
+        early = empty_for(mask, inputs, fold=option)
+        _, late = decode(empty_for(mask, inputs, fold=option), inputs)
         if vc_dim == 1 or schedule == "none":
             expected = (1, 1)
         elif mask.boundary.moves:
