@@ -59,7 +59,7 @@ class ShortConvolution(nn.Module):
         reset there.
         """
         length, past = x.shape[1], self.width - 1
-        history = self._history(x, state)
+        history = with_past(x, past, state)
         out = x * self.weight[:, past]
         for lag in range(1, self.width):
             seen = history[:, past - lag : past - lag + length]
@@ -82,18 +82,41 @@ class ShortConvolution(nn.Module):
 
         Rows have `lengths` (B,) tokens, all of them if it is None.
         """
-        length, past = x.shape[1], self.width - 1
-        if cu_seqlens is not None:
-            index = cu_seqlens[1:, None] - past + torch.arange(past, device=x.device)
-            before = index < cu_seqlens[:-1, None]
-            return x[0, index.clamp(min=0)].masked_fill(before.unsqueeze(-1), 0)
-        history = self._history(x, state)
-        if lengths is None:
-            return history[:, length : length + past].clone()
-        index = lengths[:, None] + torch.arange(past, device=x.device)
-        return history.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+        return last_inputs(x, self.width - 1, state, lengths, cu_seqlens)
 
-    def _history(self, x: Tensor, state: Tensor | None) -> Tensor:
-        if state is None:
-            return F.pad(x, (0, 0, self.width - 1, 0))
-        return torch.cat([state.to(x.dtype), x], 1)
+
+def with_past(x: Tensor, count: int, state: Tensor | None) -> Tensor:
+    """Put the `count` inputs before x (B, T, ...) in front of it, zeros if there were none."""
+    if state is None:
+        state = x.new_zeros(x.shape[0], count, *x.shape[2:])
+    return torch.cat([state.to(x.dtype), x], 1)
+
+
+def last_inputs(
+    x: Tensor,
+    count: int,
+    state: Tensor | None = None,
+    lengths: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Keep the last `count` inputs (B, T, ...) of every row, zeros before the first.
+
+    >>> x = torch.tensor([[1, 2, 3], [4, 5, 0]])
+    >>> last_inputs(x, 2, lengths=torch.tensor([3, 1]))
+    tensor([[2, 3],
+            [0, 4]])
+    >>> last_inputs(x[:1], 2, cu_seqlens=torch.tensor([0, 1, 3]))
+    tensor([[0, 1],
+            [2, 3]])
+    """
+    length = x.shape[1]
+    if cu_seqlens is not None:
+        index = cu_seqlens[1:, None] - count + torch.arange(count, device=x.device)
+        kept = x[0, index.clamp(min=0)]
+        before = index < cu_seqlens[:-1, None]
+        return kept.masked_fill(before.view(*before.shape, *[1] * (x.ndim - 2)), 0)
+    history = with_past(x, count, state)
+    if lengths is None:
+        return history[:, length : length + count].clone()
+    row = torch.arange(len(x), device=x.device)[:, None]
+    return history[row, lengths[:, None] + torch.arange(count, device=x.device)]

@@ -1,0 +1,155 @@
+"""Log-linear attention as a layer: a weight of the query's own for every level of the past.
+
+Both forms are their backbone with another recurrence: everything else is inherited.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smat.layers import gated_deltanet, mamba2
+from smat.layers.primitives import keep_from_decay_
+from smat.layers.span import Span
+from smat.ops.log_linear import (
+    LogLinearState,
+    log_linear_attention,
+    log_linear_delta_rule,
+    log_linear_step,
+)
+
+
+class LevelWeights(nn.Module):
+    """softplus(L * (W x)): one weight for every level of every head.
+
+    >>> LevelWeights(hidden_size=8, num_heads=2, num_levels=5)(torch.randn(1, 3, 8)).shape
+    torch.Size([1, 3, 2, 5])
+
+    L starts at 1, so that small projections start near ln 2. All levels are told apart up to
+    2^(num_levels - 1) tokens; beyond, the last weight serves everything older.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, num_levels: int, bias: bool = False, **made: Any
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_levels = num_heads, num_levels
+        self.proj = nn.Linear(hidden_size, num_heads * num_levels, bias=bias, **made)
+        self.scale = nn.Parameter(torch.empty(num_heads, num_levels, **made))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the projection anew; the scale starts at 1."""
+        self.proj.reset_parameters()
+        keep_from_decay_(nn.init.ones_(self.scale))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, hidden_size) -> (B, T, H, levels), positive."""
+        raw = self.proj(x).unflatten(-1, (self.num_heads, self.num_levels))
+        return F.softplus(raw * self.scale.to(raw.dtype))
+
+
+class LogLinearMamba2(mamba2.Mamba2):
+    """Mamba-2 with a state for every power of two of the past.
+
+    >>> layer = LogLinearMamba2(hidden_size=32, head_dim=16, state_dim=8, num_levels=8)
+    >>> out, _, cache = layer(torch.randn(2, 50, 32), use_cache=True)
+    >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
+    >>> out_t.shape, cache["state"].buckets.shape
+    (torch.Size([2, 32]), torch.Size([2, 4, 7, 8, 16]))
+
+    y_t = sum over s <= t of w_t[level(t, s)] exp(G_t - G_s) (C_t . B_s) step_s x_s, the level being
+    bit_length(t XOR s). Its published form has projections with bias, a convolution without, and
+    decay rates 1, ..., H.
+    """
+
+    packs_natively = False  # levels count from the start of each sequence
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_levels: int = 15,
+        conv_bias: bool = False,
+        bias: bool = True,
+        chunk_size: int = 64,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            hidden_size, conv_bias=conv_bias, bias=bias, chunk_size=chunk_size, **options
+        )
+        made = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.chunk_size = chunk_size
+        self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, bias, **made)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        super().reset_parameters()
+        rates = torch.arange(1.0, self.num_heads + 1, device=self.A_log.device)
+        with torch.no_grad():
+            keep_from_decay_(self.A_log.copy_(rates.log()))
+
+    def recur(self, x: Tensor, tokens: mamba2.Projected, span: Span) -> tuple[Tensor, Any]:
+        """Run all levels over the tokens of a span, and return their states if asked for."""
+        q, k, v, log_decay, _ = tokens
+        weights, log_decay = self.level_weights(x), span.quiet(log_decay)
+        if span.past is not None:
+            return _decode(span, (q, k, v, weights, log_decay), None, 1.0)
+        return log_linear_attention(
+            q, k, v, weights, log_decay, output_final_state=span.use_cache,
+            lengths=span.lengths, chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+
+class LogLinearGatedDeltaNet(gated_deltanet.GatedDeltaNet):
+    """Gated DeltaNet with a state for every power of two of the past.
+
+    >>> layer = LogLinearGatedDeltaNet(hidden_size=32, num_heads=2, head_dim=8, num_levels=8)
+    >>> layer(torch.randn(2, 50, 32))[0].shape
+    torch.Size([2, 50, 32])
+
+    y_t = sum over s <= t of w_t[level(t, s)] beta_s (q_t' A_t ... A_{s+1} k_s) v_s, the level being
+    bit_length(t XOR s). Its published form has no scale K^(-1/2); `scale` sets one.
+    """
+
+    def __init__(
+        self, hidden_size: int, *, num_levels: int = 15, scale: float = 1.0, **options: Any
+    ) -> None:
+        super().__init__(hidden_size, **options)
+        made = {"device": options.get("device"), "dtype": options.get("dtype")}
+        self.scale = scale
+        self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, False, **made)
+
+    def recur(self, x: Tensor, tokens: gated_deltanet.Projected, span: Span) -> tuple[Tensor, Any]:
+        """Run all levels over the tokens of a span, and return their states if asked for."""
+        q, k, v, beta, log_decay = tokens
+        weights = self.level_weights(x)
+        if span.past is not None:
+            return _decode(span, (q, k, v, weights, log_decay), beta, self.scale)
+        return log_linear_delta_rule(
+            q, k, v, beta, weights, log_decay, scale=self.scale, lengths=span.lengths,
+            output_final_state=span.use_cache, chunk_size=self.chunk_size,
+        )  # fmt: skip
+
+
+def _decode(
+    span: Span, tokens: tuple[Any, ...], beta: Tensor | None, scale: float
+) -> tuple[Tensor, LogLinearState]:
+    """Take the tokens one by one after those of the cache; padding leaves its row as it was."""
+    state: LogLinearState = span.part("state")
+    outputs = []
+    for t in range(span.length):
+        now: list[Any] = [x if x is None else x[:, t] for x in tokens]
+        out, after = log_linear_step(
+            *now, scale=scale, state=state, beta=None if beta is None else beta[:, t]
+        )  # fmt: skip
+        if span.real is not None:
+            real = span.real[:, t]
+            buckets = torch.where(real.view(-1, 1, 1, 1, 1), after.buckets, state.buckets)
+            after = LogLinearState(buckets, torch.where(real, after.num_tokens, state.num_tokens))
+        outputs.append(out)
+        state = after
+    return torch.stack(outputs, 1), state

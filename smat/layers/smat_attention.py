@@ -1,0 +1,225 @@
+"""SMat-Attention as a layer (Section 3): projections, gates and routing around the operation."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smat.layers.hashed_routing import PositionalRouting, Routing
+from smat.layers.mamba2 import decode
+from smat.layers.mixer import Mixer
+from smat.layers.primitives import (
+    NormThenGate,
+    RMSNorm,
+    init_decay_rate_,
+    init_step_bias_,
+    step_and_log_decay,
+)
+from smat.layers.short_convolution import ShortConvolution
+from smat.layers.span import MixerCache, Span
+from smat.masks import BoundarySchedule, SMatMask
+from smat.ops import smat_attention
+from smat.ops.feature_maps import Favor, FeatureMap
+
+
+class SMatAttention(Mixer):
+    """Linear attention under a mask of chosen VC dimension.
+
+    >>> layer = SMatAttention(hidden_size=32, num_heads=4, vc_dim=2, horizon=128, chunk_size=16)
+    >>> x = torch.randn(2, 100, 32)
+    >>> out, _, cache = layer(x, use_cache=True)
+    >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
+    >>> out_t.shape, cache["state"].positions
+    (torch.Size([2, 32]), [101, 101])
+
+    `vc_dim=1` is linear attention. Its state grows with `feature_dim`, the number r of features a
+    head: that of a memory-matched linear attention is the key width times (B + 1).
+
+    Args:
+        hidden_size: The width of the layer's input and output.
+        num_heads, num_kv_heads, head_dim: Query heads, key heads (as many unless given), and the
+            width of a value.
+        vc_dim, chunk_size, field_size, boundary: Those of `SMatMask`.
+        horizon: The length that fixes the geometry and the boundary, so that one mask serves every
+            length and decoding has no horizon: shorter inputs are its leading block, and past it
+            the boundary stays. None takes the mask of each input's own length: nothing to decode
+            from.
+        feature_map: That of `smat_attention`.
+        feature_dim: r, the width of queries and keys, or of their features for "favor".
+        normalize: Divide by the sum of weights.
+        qk_norm: RMSNorm of queries and keys.
+        conv_size: Width of a short convolution of q, k and v; 0 for none.
+        decay_gate: A scalar decay a head, a = exp(-A softplus(W x + dt_bias)), as Mamba-2 has.
+        key_gate: h = sigmoid(W x), which scales what a token writes.
+        output_gate, output_norm: RMSNorm(y) SiLU(W x) per head, either or both.
+        routing: Who writes where and reads what: positions unless given, `HashedRouting`, or any
+            module with its two methods.
+    """
+
+    packs_natively = True
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        vc_dim: int = 3,
+        horizon: int | None = None,
+        chunk_size: int = 64,
+        field_size: int | None = None,
+        boundary: BoundarySchedule | None = None,
+        feature_map: FeatureMap = "elu",
+        feature_dim: int | None = None,
+        normalize: bool = True,
+        qk_norm: bool = False,
+        conv_size: int = 0,
+        decay_gate: bool = False,
+        key_gate: bool = False,
+        output_gate: bool = False,
+        output_norm: bool = False,
+        routing: Routing | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        key_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, key_heads
+        self.head_dim, self.normalize, self.feature_map = head_dim, normalize, feature_map
+        key_dim = head_dim if feature_dim is None else feature_dim
+        if feature_map == "favor":
+            self.feature_map, key_dim = Favor(feature_dim), head_dim
+        self.horizon = horizon
+        self.recipe = mask_recipe(horizon, vc_dim, chunk_size, field_size, boundary)
+        self.routing: Routing = PositionalRouting() if routing is None else routing
+        self.widths = [num_heads * key_dim, key_heads * key_dim, key_heads * head_dim]
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+
+        def linear(width: int, wanted: bool = True) -> nn.Linear | None:
+            return nn.Linear(hidden_size, width, bias=False, **made) if wanted else None
+
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
+        self.conv = ShortConvolution(sum(self.widths), conv_size, **made) if conv_size else None
+        self.q_norm = RMSNorm(key_dim, **made) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(key_dim, **made) if qk_norm else nn.Identity()
+        self.h_proj = linear(key_heads, key_gate)
+        self.a_proj = linear(key_heads, decay_gate)
+        if decay_gate:
+            self.dt_bias = nn.Parameter(torch.empty(key_heads, **made))
+            self.A_log = nn.Parameter(torch.empty(key_heads, **made))
+        self.g_proj = linear(num_heads * head_dim, output_gate)
+        norm = NormThenGate if output_gate else RMSNorm
+        self.norm = norm(head_dim, **made) if output_norm else None
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False, **made)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew."""
+        super().reset_parameters()
+        if self.a_proj is not None:
+            init_step_bias_(self.dt_bias)
+            init_decay_rate_(self.A_log)
+
+    def mask_for(self, length: int) -> SMatMask:
+        """Return the mask of the horizon, or without one that of an input's own length."""
+        return self.recipe if self.horizon is not None else self.recipe.for_length(length)
+
+    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+        if self.horizon is None and (span.use_cache or span.cu_seqlens is not None):
+            return self._mix_apart(x, span)
+        inputs, past = self.qkv_proj(x), span.part("conv")
+        convolved = inputs
+        if self.conv is not None:
+            convolved = self.conv(inputs, past, span.first_visible())
+        y, state, route = self._attend(x, convolved, span)
+        out = self.o_proj(self._finish(x, y).flatten(-2))
+        if not span.use_cache:
+            return out, None
+        conv = None
+        if self.conv is not None:
+            conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
+        return out, span.cache(conv=conv, state=state, routing=route)
+
+    def _attend(self, x: Tensor, convolved: Tensor, span: Span) -> tuple[Tensor, Any, Any]:
+        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
+        q, k, v = (
+            part.unflatten(-1, (count, -1))
+            for part, count in zip(convolved.split(self.widths, -1), heads, strict=True)
+        )
+        q, k = self.q_norm(q), self.k_norm(k)
+        mask = self.mask_for(span.length)
+        assignment, route = self.routing(x, mask, span)
+        gates = {**self._gates(x), **assignment._asdict()}
+        state = span.part("state")
+        if state is not None:
+            y, state = decode(state, q, k, v, span, **gates)
+            return y, state, route
+        y, state = smat_attention(
+            q, k, v, self.routing.read_mask(mask), feature_map=self.feature_map,
+            normalize=self.normalize, attention_mask=span.real, cu_seqlens=span.cu_seqlens,
+            output_final_state=span.use_cache, **gates,
+        )  # fmt: skip
+        return y, state, route
+
+    def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
+        log_decay = None
+        if self.a_proj is not None:
+            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
+        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
+        return {"log_decay": log_decay, "key_gate": key_gate}
+
+    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.g_proj is None:
+            return y if self.norm is None else self.norm(y)
+        gate = self.g_proj(x).view_as(y)
+        return y * nn.functional.silu(gate) if self.norm is None else self.norm(y, gate)
+
+    def _mix_apart(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+        """Give every packed sequence the mask of its own length."""
+        if span.use_cache:
+            raise ValueError(
+                "without a horizon the mask follows the length of each input, and nothing can be "
+                f"decoded after it; make the layer with a horizon, such as horizon={span.length}"
+            )
+        assert span.cu_seqlens is not None
+        edges = span.cu_seqlens.tolist()
+        outputs = [x.new_zeros(1, 0, self.hidden_size)]
+        for start, stop in itertools.pairwise(edges):
+            if stop > start:
+                extras = {name: _cut(each, start, stop) for name, each in span.extras.items()}
+                outputs.append(self.forward(x[:, start:stop], **extras)[0])
+        return torch.cat(outputs[1:], 1), None
+
+
+def mask_recipe(
+    horizon: int | None,
+    vc_dim: int,
+    chunk_size: int,
+    field_size: int | None,
+    boundary: BoundarySchedule | None,
+) -> SMatMask:
+    """Return the mask of a horizon, its boundary kept at every length; or a recipe for any length.
+
+    >>> mask_recipe(1024, 3, 64, None, None).describe()
+    'SMatMask: T = 1024, d = 3, q = 11, n = 512, c = 64, boundary = kept(512)'
+    """
+    if horizon is None:
+        if boundary is not None and boundary.horizon_free and field_size is None and vc_dim > 1:
+            raise ValueError(
+                f"a boundary {boundary.describe()} has no geometry without a horizon or field_size"
+            )
+        length = 1 if boundary is None else max(1, getattr(boundary, "num_distant", 1))
+        return SMatMask(length, vc_dim, chunk_size, field_size, boundary)
+    mask = SMatMask(horizon, vc_dim, chunk_size, field_size, boundary)
+    if mask.boundary.horizon_free:
+        return mask
+    return SMatMask(horizon, vc_dim, chunk_size, mask.geometry.field_size, mask.schedule)
+
+
+def _cut(x: Any, start: int, stop: int) -> Any:
+    return x[:, start:stop] if isinstance(x, Tensor) and x.ndim > 1 else x

@@ -1,0 +1,123 @@
+"""Softmax attention: the quadratic baseline, with rotary or learned positions and a KV cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smat.layers.mixer import Mixer
+from smat.layers.primitives import RMSNorm, rotate
+from smat.layers.span import MixerCache, Span
+
+POSITIONS = ("rotary", "learned", "none")
+
+
+class SoftmaxAttention(Mixer):
+    """Causal softmax attention through torch's scaled dot product.
+
+    >>> layer = SoftmaxAttention(hidden_size=32, num_heads=4, num_kv_heads=2)
+    >>> x = torch.randn(2, 10, 32)
+    >>> out, _, cache = layer(x, use_cache=True)
+    >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
+    >>> out_t.shape, cache["keys"].shape
+    (torch.Size([2, 32]), torch.Size([2, 11, 2, 8]))
+
+    Positions are turned into the angles of queries and keys ("rotary"), looked up in a table of
+    `max_length` rows that is added to the layer's input ("learned"), or left out ("none").
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        positions: str = "rotary",
+        max_length: int | None = None,
+        rotary_base: float = 10000.0,
+        qk_norm: bool = False,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if positions not in POSITIONS:
+            raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
+        if (positions == "learned") != (max_length is not None):
+            raise ValueError(f"positions {positions!r} do not go with max_length = {max_length}")
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        if num_heads % num_kv_heads:
+            raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} key heads")
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        self.head_dim, self.positions, self.rotary_base = head_dim, positions, rotary_base
+        self.max_length = max_length
+        self.widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=bias, **made)
+        self.q_norm = RMSNorm(head_dim, **made) if qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, **made) if qk_norm else nn.Identity()
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias, **made)
+        if max_length is not None:
+            self.position_table = nn.Parameter(torch.empty(max_length, hidden_size, **made))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew; learned positions from N(0, 0.02)."""
+        super().reset_parameters()
+        if self.max_length is not None:
+            nn.init.normal_(self.position_table, std=0.02)
+
+    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+        position = span.positions()
+        q, k, v = self._project(x, position)
+        if span.past is None:
+            out = self._attend(q, k, v, None)  # padding stands behind every real query
+        else:
+            k, v = (_append(span, name, new) for name, new in (("keys", k), ("values", v)))
+            key = torch.arange(k.shape[1], device=k.device)
+            out = self._attend(q, k, v, key <= position.unsqueeze(-1))
+        out = self.o_proj(out)
+        return out, span.cache(keys=k, values=v)
+
+    def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if self.max_length is not None:
+            # Behind the real tokens of a padded row there may be positions past the table.
+            row = position.clamp(max=self.max_length - 1)
+            if x.shape[1] > self.max_length:
+                raise ValueError(f"{x.shape[1]} tokens, but positions for {self.max_length}")
+            x = x + self.position_table[row].to(x.dtype)
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim))
+            for part in self.qkv_proj(x).split(self.widths, -1)
+        )
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.positions == "rotary":
+            q, k = (rotate(part, position, self.rotary_base) for part in (q, k))
+        return q, k, v
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        """Attend (B, T, H, K) to (B, S, Hkv, K), where `seen` (B, T, S) says so; None is causal."""
+        shared = self.num_heads // self.num_kv_heads
+        if shared > 1:
+            k, v = (part.repeat_interleave(shared, 2) for part in (k, v))
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=seen is None,
+            attn_mask=None if seen is None else seen.unsqueeze(1),
+        )  # fmt: skip
+        return out.transpose(1, 2).flatten(-2)
+
+
+def _append(span: Span, name: str, new: Tensor) -> Tensor:
+    """Put the new keys or values of every row behind those it already has."""
+    assert span.past is not None
+    num_tokens = span.past.num_tokens
+    old = span.past[name][:, : int(num_tokens.max())]
+    held = F.pad(old, (0, 0, 0, 0, 0, span.length)).to(new.dtype)
+    # Padding lands behind the real tokens of its row, where the next ones overwrite it.
+    token = num_tokens[:, None] + torch.arange(span.length, device=new.device)
+    return held.scatter(1, token[..., None, None].expand_as(new), new)

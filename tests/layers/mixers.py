@@ -1,0 +1,104 @@
+"""Every layer under one name, small, with what its forward needs beside hidden states."""
+
+import itertools
+
+import torch
+import torch.nn.functional as F
+
+import smat
+from smat.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    HashedRouting,
+    LogLinearGatedDeltaNet,
+    LogLinearMamba2,
+    Mamba2,
+    SMatAttention,
+    SoftmaxAttention,
+)
+
+HIDDEN, VOCAB, HORIZON = 12, 7, 22
+WINDOW = smat.window(step=4)
+
+
+class CountingMemory(torch.nn.Module):
+    """A stand-in for a memory of distant tokens: what it reads is a multiple of the query."""
+
+    def __init__(self, boundary):
+        super().__init__()
+        self.mask = smat.SMatMask(HORIZON, 2, 4, field_size=3, boundary=boundary)
+
+    def forward(self, hidden_states, q, k, v, log_decay, beta, span):
+        return v * 0.5, (torch.ones(span.batch) if span.use_cache else None)
+
+
+def smat_layer(**options):
+    made = {"num_heads": 2, "vc_dim": 3, "horizon": HORIZON, "chunk_size": 4, "field_size": 3}
+    return SMatAttention(HIDDEN, **{**made, **options})
+
+
+def hashed(**options):
+    return HashedRouting(VOCAB, 2, **options)
+
+
+MAMBA = {"state_dim": 3, "head_dim": 6, "num_groups": 2}
+DELTA = {"num_heads": 2, "head_dim": 4}
+EVERY_GATE = {"decay_gate": True, "key_gate": True, "output_gate": True, "output_norm": True}
+LAYERS = {
+    "softmax": lambda: SoftmaxAttention(HIDDEN, num_heads=2),
+    "softmax learned": lambda: SoftmaxAttention(
+        HIDDEN, num_heads=2, num_kv_heads=1, positions="learned", max_length=HORIZON, qk_norm=True
+    ),
+    "mamba2": lambda: Mamba2(HIDDEN, **MAMBA),
+    "mamba2 memory": lambda: Mamba2(HIDDEN, **MAMBA, memory=CountingMemory(smat.kept(8))),
+    "mamba2 window": lambda: Mamba2(HIDDEN, **MAMBA, memory=CountingMemory(WINDOW)),
+    "gated deltanet": lambda: GatedDeltaNet(HIDDEN, **DELTA),
+    "gated deltanet memory": lambda: GatedDeltaNet(
+        HIDDEN, **DELTA, memory=CountingMemory(smat.kept(8))
+    ),
+    "deltanet": lambda: DeltaNet(HIDDEN, **DELTA, allow_neg_eigval=True),
+    "log-linear mamba2": lambda: LogLinearMamba2(HIDDEN, **MAMBA, num_levels=4),
+    "log-linear deltanet": lambda: LogLinearGatedDeltaNet(HIDDEN, **DELTA, num_levels=7),
+    "linear attention": lambda: smat_layer(vc_dim=1, field_size=None, feature_dim=9),
+    "smat": lambda: smat_layer(),
+    "smat gated": lambda: smat_layer(conv_size=3, qk_norm=True, num_kv_heads=1, **EVERY_GATE),
+    "smat window": lambda: smat_layer(boundary=WINDOW, decay_gate=True, output_gate=True),
+    "smat favor": lambda: smat_layer(feature_map="favor", feature_dim=8, output_norm=True),
+    "smat hashed": lambda: smat_layer(routing=hashed(write_lag=1, num_keys=2), conv_size=3),
+    "smat hashed direction": lambda: smat_layer(routing=hashed(), decay_gate=True),
+}
+
+
+def make(name, dtype=torch.float64, seed=0):
+    """Build a layer, with parameters that no default hides."""
+    torch.manual_seed(seed)
+    layer = LAYERS[name]()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return layer.to(dtype)
+
+
+def tokens(batch, length, dtype=torch.float64, seed=1):
+    """Draw hidden states, and ids for the layers that route by them."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, length, HIDDEN, generator=generator, dtype=torch.float64)
+    return x.to(dtype), torch.randint(VOCAB, (batch, length), generator=generator)
+
+
+def relative_rms(found, expected):
+    """Return the RMS of the difference over that of what is expected."""
+    difference = (found.double() - expected.double()).square().mean().sqrt()
+    return (difference / expected.double().square().mean().sqrt().clamp(min=1e-30)).item()
+
+
+def unpacked(x, edges):
+    return [x[:, start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+def convolve(x, conv):
+    """Convolve by torch's own grouped convolution."""
+    weight = conv.weight.unsqueeze(1)
+    padded = F.pad(x.mT, (conv.width - 1, 0))
+    return F.silu(F.conv1d(padded, weight, conv.bias, groups=conv.channels)).mT
