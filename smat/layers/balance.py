@@ -1,0 +1,103 @@
+"""The auxiliary loss that spreads write addresses over all bins (appendix, "learning the hash")."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from smat.layers.routing_hash import WriteAddress
+from smat.masks import SMatMask
+
+
+def balance_loss(bin_position: Tensor, field_size: int, counted: Tensor | None = None) -> Tensor:
+    """Measure how unevenly coordinates are used: 0 if evenly, log q if one bin takes all.
+
+    >>> balance_loss(torch.arange(5.0).view(1, 5, 1, 1), field_size=5)
+    tensor(0.)
+    >>> balance_loss(torch.zeros(1, 5, 1, 1), field_size=5).exp()
+    tensor(5.)
+
+    L_bal = 1/D sum_k sum_b p_kb log(q p_kb), p_kb the average over the counted tokens of the soft
+    mass 1 - f at the token's bin and f at the next (the last bin keeps both); averaged over heads.
+
+    `bin_position` is (B, T, H, D); `counted` (B, T) marks the tokens that count: distant ones, and
+    no padding. Without any, or at d = 1, the loss is 0. O(B T H D + H D q).
+    """
+    heads, ambient_dim = bin_position.shape[-2:]
+    if counted is None:
+        counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
+    position = bin_position[counted.bool()]  # (N, H, D)
+    lower = position.detach().floor()
+    share = position - lower
+    column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
+    bins = lower.long().clamp(max=field_size - 1)
+    mass = position.new_zeros(heads * ambient_dim * field_size)
+    for index, part in ((bins, 1 - share), ((bins + 1).clamp(max=field_size - 1), share)):
+        mass = mass.index_add(0, (column * field_size + index).flatten(), part.flatten())
+    mean = mass / max(1, len(position))
+    # An empty bin has no part in the sum, and no infinite slope.
+    logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (mean * logs).sum() / max(1, heads * ambient_dim)
+
+
+def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:
+    """Return beta_bal at a training step: it falls linearly to 0 and stays there.
+
+    >>> [balance_weight(step) for step in (0, 500, 1000, 5000)]
+    [0.01, 0.005, 0.0, 0.0]
+
+    `anneal_steps=0` keeps the weight for ever.
+    """
+    if step < 0 or anneal_steps < 0:
+        raise ValueError(f"steps must not be negative, got {step} and {anneal_steps}")
+    return weight if anneal_steps == 0 else weight * max(0.0, 1 - step / anneal_steps)
+
+
+def distant_tokens(
+    mask: SMatMask,
+    batch: int,
+    length: int,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Mark the tokens that are distant for some query, and no padding: (B, T) bool.
+
+    >>> mask = SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2)
+    >>> distant_tokens(mask, 1, 6, torch.tensor([[0, 1, 1, 1, 1, 1]])).int()
+    tensor([[0, 1, 1, 1, 1, 0]], dtype=torch.int32)
+
+    A row of real tokens that ends before the boundary has none.
+    """
+    if cu_seqlens is not None:
+        edges = itertools.pairwise(cu_seqlens.tolist())
+        marks = [_leading(mask.for_length(b - a), b - a) for a, b in edges if b > a]
+        return torch.cat(marks).to(cu_seqlens.device).unsqueeze(0)
+    if attention_mask is None:
+        return _leading(mask, length).expand(batch, -1)
+    real = attention_mask.bool()
+    counts = [_num_distant(mask, int(count)) for count in real.sum(1).tolist()]
+    limit = torch.tensor(counts, device=real.device)[:, None]
+    return real & (real.cumsum(1) <= limit)
+
+
+def routing_balance_loss(
+    address: WriteAddress,
+    mask: SMatMask,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Measure how unevenly distant tokens use the bins of the mask's field: see `balance_loss`."""
+    batch, length = address.profile.shape[:2]
+    distant = distant_tokens(mask, batch, length, attention_mask, cu_seqlens)
+    distant = distant.to(address.profile.device)
+    return balance_loss(address.bin_position, mask.geometry.field_size, distant)
+
+
+def _num_distant(mask: SMatMask, length: int) -> int:
+    return mask.schedule.boundary_at(length - 1) if length > 0 else 0
+
+
+def _leading(mask: SMatMask, length: int) -> Tensor:
+    return torch.arange(length) < _num_distant(mask, length)

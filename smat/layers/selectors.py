@@ -1,0 +1,210 @@
+"""Which types a query reads, and with what weights (appendix "Query routing and causality").
+
+Every selector looks at one token at a time, (..., hidden_size): it serves prefill and decoding
+alike, and is causal because its input is. Costs are multiply-adds for T tokens, a head.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from smat.geometry import Geometry
+from smat.geometry.field import next_prime
+from smat.masks import SMatMask, type_through_cell
+
+
+class TypeReads(NamedTuple):
+    """The types that each head reads, (..., H, k), and the weights of the reads, (..., H, k)."""
+
+    query_type: Tensor
+    read_weight: Tensor
+
+
+class TopTypes(nn.Module):
+    """Read the highest-scored of all types, weighted by the softmax of their scores.
+
+    >>> selector = TopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> reads = selector(torch.randn(4, 10, 8))
+    >>> reads.query_type.shape, torch.allclose(reads.read_weight.sum(-1), torch.ones(4, 10, 2))
+    (torch.Size([4, 10, 2, 4]), True)
+
+    Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
+
+    Cost: T B hidden_size, and T B numbers at once, B = `geometry.num_types` ~ T^(1 - 1/d).
+    Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.geometry = num_heads, geometry
+        self.num_reads = _check_reads(num_reads, geometry)
+        self.scorer = nn.Linear(hidden_size, num_heads * geometry.num_types)
+
+    def reset_parameters(self) -> None:
+        """Draw the scorer as torch draws linear maps."""
+        self.scorer.reset_parameters()
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Score every type, (..., hidden_size) -> (..., H, B)."""
+        return _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+        """Select; the query's own profile is of no interest."""
+        chosen, query_type = self.scores(hidden).topk(self.num_reads, dim=-1)
+        return TypeReads(query_type, chosen.softmax(-1))
+
+
+class FactoredTopTypes(nn.Module):
+    """Read the highest-scored types where a type's score is its direction's plus its offset's.
+
+    >>> selector = FactoredTopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> hidden = torch.randn(4, 10, 8)
+    >>> all_scores = selector.scores(hidden)  # of all 30 types: for comparison only
+    >>> best = all_scores.topk(4, dim=-1).values.softmax(-1)
+    >>> torch.allclose(selector(hidden).read_weight, best)
+    True
+
+    The best k sums have their direction among the best k directions and their offset among the
+    best k offsets: a worse one could be replaced by k better ones. So the selection is exact.
+
+    Cost: T (A + q) hidden_size + T k^2, A directions of q offsets: at d = 3 it is 2q + 1 scores
+    instead of q^2 + q. Gradients pass through the scores of the chosen directions and offsets.
+    What is given up is a score that prefers an offset for one direction and not for another.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.geometry = num_heads, geometry
+        self.num_reads = _check_reads(num_reads, geometry)
+        self.num_directions = max(1, geometry.num_directions)
+        self.num_offsets = geometry.num_types // self.num_directions
+        self.scorer = nn.Linear(hidden_size, num_heads * (self.num_directions + self.num_offsets))
+
+    def reset_parameters(self) -> None:
+        """Draw the scorer as torch draws linear maps."""
+        self.scorer.reset_parameters()
+
+    def factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Score directions (..., H, A) and offsets (..., H, q)."""
+        both = _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+        return both[..., : self.num_directions], both[..., self.num_directions :]
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """Score every type, (..., H, B): what `forward` avoids."""
+        direction, offset = self.factors(hidden)
+        return (direction.unsqueeze(-1) + offset.unsqueeze(-2)).flatten(-2)
+
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+        """Select; the query's own profile is of no interest."""
+        best = []
+        for score in self.factors(hidden):
+            best.append(score.topk(min(self.num_reads, score.shape[-1]), dim=-1))
+        (direction_score, direction), (offset_score, offset) = best
+        sums = (direction_score.unsqueeze(-1) + offset_score.unsqueeze(-2)).flatten(-2)
+        types = (direction.unsqueeze(-1) * self.num_offsets + offset.unsqueeze(-2)).flatten(-2)
+        chosen, place = sums.topk(self.num_reads, dim=-1)
+        return TypeReads(types.gather(-1, place), chosen.softmax(-1))
+
+
+class OwnHyperplane(nn.Module):
+    """Read one hyperplane through the query's own hash point: type H_(a, a . u).
+
+    >>> selector = OwnHyperplane(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> hidden, own_point = torch.randn(4, 10, 8), torch.randint(25, (4, 10, 2))
+    >>> reads = selector(hidden, own_point)
+    >>> reads.query_type.shape, bool((reads.read_weight == 1).all())
+    (torch.Size([4, 10, 2, 1]), True)
+
+    The direction is the best of A learned scores. The choice itself has no derivative; the read
+    weight 1 + p - sg(p), p the softmax probability of the chosen direction, is 1 and passes the
+    gradient of a larger read on to all A scores: a biased straight-through estimate.
+    With `learned=False` the directions come by rule, in every call, and the weight is just 1.
+
+    Cost: T A hidden_size. Tokens with the same hash point always see each other.
+    """
+
+    num_reads = 1
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, geometry: Geometry, learned: bool = True
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.geometry = num_heads, geometry
+        num_scores = num_heads * max(1, geometry.num_directions)
+        self.scorer = nn.Linear(hidden_size, num_scores) if learned else None
+
+    def reset_parameters(self) -> None:
+        """Draw the scorer, if there is one, as torch draws linear maps."""
+        if self.scorer is not None:
+            self.scorer.reset_parameters()
+
+    def forward(
+        self, hidden: Tensor, profile: Tensor, direction: Tensor | None = None
+    ) -> TypeReads:
+        """Select by the query's own `profile` (..., H), and a `direction` (..., H) by rule."""
+        if (direction is None) == (self.scorer is None):
+            raise ValueError(
+                "directions are learned, or given in every call; "
+                f"learned is {self.scorer is not None} and direction "
+                f"{'missing' if direction is None else 'given'}"
+            )
+        weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
+        if self.scorer is not None:
+            scores = _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+            probability, direction = scores.softmax(-1).max(-1)
+            weight = 1 + (probability - probability.detach())
+        assert direction is not None
+        query_type = type_through_cell(self.geometry, direction, profile)
+        return TypeReads(query_type.unsqueeze(-1), weight.unsqueeze(-1))
+
+
+class OwnCell(nn.Module):
+    """Read the query's own hash cell and nothing else: bucketing by a learned hash.
+
+    >>> reads = OwnCell()(torch.randn(4, 10, 8), torch.randint(25, (4, 10, 2)))
+    >>> reads.query_type.shape
+    torch.Size([4, 10, 2, 1])
+
+    A cell is no hyperplane from d = 3 on: such reads go with `point_mask(mask)`, whose types are
+    points. Cost: none, and there is nothing to learn.
+    """
+
+    num_reads = 1
+
+    def reset_parameters(self) -> None:
+        """Do nothing: there are none."""
+
+    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
+        """Select the query's own `profile`, (..., H)."""
+        weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
+        return TypeReads(profile.unsqueeze(-1), weight.unsqueeze(-1))
+
+
+def point_mask(mask: SMatMask) -> SMatMask:
+    """Return the mask over the same cells whose types are single cells, with the same boundary.
+
+    >>> point_mask(SMatMask(1024, vc_dim=3)).describe()  # 121 of its 127 cells are in use
+    'SMatMask: T = 1024, d = 2, q = 127, n = 512, c = 64, boundary = rebuilt()'
+
+    On a line the hyperplanes are the points, so d = 2 with a prime of at least P points serves.
+    """
+    cells = {"vc_dim": 2, "field_size": next_prime(mask.geometry.num_profiles)}
+    return SMatMask.from_dict({**mask.to_dict(), **cells})
+
+
+def _check_reads(num_reads: int, geometry: Geometry) -> int:
+    if num_reads < 1:
+        raise ValueError(f"num_reads must be 1 or more, got {num_reads}")
+    return min(num_reads, geometry.num_types)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Choose and weigh in fp32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

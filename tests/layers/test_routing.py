@@ -1,0 +1,262 @@
+"""Learned write addresses: discrete, causal, exactly weighted, with gradients where promised."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from smat.geometry import Geometry
+from smat.layers.balance import balance_loss, balance_weight, distant_tokens, routing_balance_loss
+from smat.layers.routing import SELECTORS, LearnedRouting, make_selector
+from smat.layers.routing_hash import HashProjection, LearnedHash
+from smat.masks import SMatMask, window
+
+pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
+HIDDEN, HEADS = 6, 2
+GEOMETRIES = [Geometry(1, 2), Geometry(2, 7), Geometry(3, 5), Geometry(4, 3)]
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_an_address_is_the_formula_of_the_appendix(geometry):
+    torch.manual_seed(0)
+    learned = LearnedHash(HIDDEN, HEADS, geometry).double()
+    projection = learned.projections[str(geometry.field_size)]
+    torch.nn.init.normal_(projection.bias)
+    hidden = draw(2, 9, HIDDEN)
+    address = learned(hidden)
+    for t in range(9):
+        taps = [
+            learned.conv.weight[:, 3 - lag] * hidden[:, t - lag] for lag in range(4) if t >= lag
+        ]
+        convolved = sum(taps)
+        centred = convolved - convolved.mean(-1, keepdim=True)
+        normed = centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        for head in range(HEADS):
+            number = torch.zeros(2, dtype=torch.long)
+            for k in range(geometry.ambient_dim):
+                w = projection.weight[head, k]
+                z = projection.gain[head, k] * (normed @ (w / w.norm())) + projection.bias[head, k]
+                cell = (geometry.field_size * (1 + torch.erf(z / math.sqrt(2))) / 2).floor()
+                number = number * geometry.field_size + cell.long()
+            assert torch.equal(address.profile[:, t, head], number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("field_size", [2, 5, 127, 1021])
+def test_extreme_inputs_stay_inside_the_field(dtype, field_size):
+    projection = HashProjection(HIDDEN, HEADS, Geometry(3, field_size)).to(dtype)
+    torch.nn.init.constant_(projection.gain, 50.0)
+    address = projection(draw(64, HIDDEN).to(dtype))
+    assert address.profile.min() >= 0
+    assert address.profile.max() < field_size**2
+    assert address.bin_position.max() < field_size
+    assert torch.equal(address.ste_weight, torch.ones_like(address.ste_weight))
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES[1:], ids=str)
+def test_the_weight_is_exactly_one_and_its_slope_minus_one(geometry):
+    projection = HashProjection(HIDDEN, HEADS, geometry).double()
+    hidden = draw(40, HIDDEN).requires_grad_()
+    address = projection(hidden)
+    assert torch.equal(address.ste_weight, torch.ones_like(address.ste_weight))
+    (found,) = torch.autograd.grad(
+        address.ste_weight.sum(), address.bin_position, retain_graph=True
+    )
+    assert torch.equal(found, -torch.ones_like(found))
+    address.ste_weight.sum().backward()
+    assert all(p.grad.abs().max() > 0 for p in projection.parameters())
+    assert not address.profile.dtype.is_floating_point
+
+
+def test_positions_and_the_balance_loss_pass_gradcheck():
+    projection = HashProjection(HIDDEN, HEADS, Geometry(3, 5)).double()
+    hidden = draw(2, 7, HIDDEN, seed=3)
+    names = [name for name, _ in projection.named_parameters()]
+
+    def positions(x, *values):
+        given = dict(zip(names, values, strict=True))
+        # All but the floor: `forward` is differentiated with the address held fixed.
+        return torch.func.functional_call(Positions(projection), given_prefix(given), (x,))
+
+    def loss(x, *values):
+        return balance_loss(positions(x, *values), 5)
+
+    inputs = [hidden, *projection.parameters()]
+    inputs = [x.detach().clone().requires_grad_() for x in inputs]
+    assert torch.autograd.gradcheck(positions, inputs)
+    assert torch.autograd.gradcheck(loss, inputs)
+
+
+class Positions(torch.nn.Module):
+    def __init__(self, projection):
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, x):
+        return self.projection.bin_position(x)
+
+
+def given_prefix(given):
+    return {f"projection.{name}": value for name, value in given.items()}
+
+
+def test_the_balance_loss_is_its_formula():
+    q, heads, dim = 5, 2, 3
+    position = (q - 1e-9) * torch.rand(2, 11, heads, dim, dtype=torch.float64)
+    counted = torch.rand(2, 11) < 0.6
+    total = 0.0
+    for head in range(heads):
+        for k in range(dim):
+            mass = [0.0] * q
+            for s in position[counted][:, head, k].tolist():
+                a = math.floor(s)
+                mass[a] += 1 - (s - a)
+                mass[min(a + 1, q - 1)] += s - a
+            shares = [m / int(counted.sum()) for m in mass]
+            total += sum(p * math.log(q * p) for p in shares if p > 0) / (heads * dim)
+    found = balance_loss(position, q, counted)
+    assert found.item() == pytest.approx(total, abs=1e-12)
+    nothing = torch.zeros_like(counted)
+    assert balance_loss(position, q, nothing).item() == 0
+    assert balance_loss(position[..., :0], q).item() == 0
+
+
+def test_the_balance_loss_spreads_addresses_that_fell_together():
+    torch.manual_seed(0)
+    projection = HashProjection(HIDDEN, HEADS, Geometry(3, 5))
+    torch.nn.init.constant_(projection.bias, 1.5)
+    hidden = torch.randn(4, 100, HIDDEN)
+    losses = []
+    for _ in range(100):
+        loss = balance_loss(projection(hidden).bin_position, 5)
+        grads = torch.autograd.grad(loss, list(projection.parameters()))
+        assert all(grad.isfinite().all() for grad in grads)
+        with torch.no_grad():
+            for parameter, grad in zip(projection.parameters(), grads, strict=True):
+                parameter -= 0.5 * grad
+        losses.append(loss.item())
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_the_weight_of_the_balance_loss_is_annealed():
+    assert balance_weight(250, weight=0.4, anneal_steps=1000) == pytest.approx(0.3)
+    assert balance_weight(10**6, weight=0.4, anneal_steps=0) == 0.4
+    with pytest.raises(ValueError, match="-1"):
+        balance_weight(-1)
+
+
+def test_distant_tokens_are_counted_without_padding_and_within_packed_sequences():
+    mask = SMatMask(32, 3, chunk_size=4, field_size=3)
+    assert distant_tokens(mask, 2, 32).sum(1).tolist() == [16, 16]
+    assert distant_tokens(mask, 2, 16).sum().item() == 0  # no query is behind the boundary
+    real = torch.ones(3, 32)
+    real[0, :5] = 0
+    real[1, 20:] = 0
+    real[2, 10:] = 0
+    marks = distant_tokens(mask, 3, 32, real)
+    assert marks.sum(1).tolist() == [16, 16, 0]
+    assert marks[0, 5:21].all()
+    packed = distant_tokens(mask, 1, 48, cu_seqlens=torch.tensor([0, 16, 48]))
+    assert packed[0].nonzero().flatten().tolist() == [*range(8), *range(16, 32)]
+    moving = SMatMask(32, 3, chunk_size=4, field_size=3, boundary=window(4))
+    assert distant_tokens(moving, 1, 14).sum().item() == 8
+
+
+def test_padding_is_left_out_of_addresses_and_loss():
+    mask = SMatMask(16, 3, chunk_size=2, field_size=3)
+    routing = LearnedRouting(HIDDEN, HEADS, mask.geometry).double()
+    hidden = draw(1, 12, HIDDEN)
+    alone = routing(hidden)
+    expected = routing_balance_loss(alone.address, mask)
+    for left, right, middle in [(4, 0, 0), (0, 4, 0), (2, 1, 1)]:
+        junk = [draw(1, n, HIDDEN, seed=9) for n in (left, middle, right)]
+        x = torch.cat([junk[0], hidden[:, :5], junk[1], hidden[:, 5:], junk[2]], 1)
+        real = torch.cat(
+            [torch.zeros(left), torch.ones(5), torch.zeros(middle), torch.ones(7),
+             torch.zeros(right)]
+        )[None]  # fmt: skip
+        route = routing(x, attention_mask=real)
+        assert torch.equal(route.address.profile[real.bool()], alone.address.profile[0])
+        assert torch.equal(route.reads.query_type[real.bool()], alone.reads.query_type[0])
+        loss = routing_balance_loss(route.address, mask, real)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+
+
+def test_packed_sequences_are_hashed_apart():
+    routing = LearnedRouting(HIDDEN, HEADS, Geometry(3, 5)).double()
+    hidden = draw(1, 12, HIDDEN)
+    edges = [0, 2, 2, 7, 12]
+    packed = routing(hidden, cu_seqlens=torch.tensor(edges))
+    parts = [routing(hidden[:, a:b]).address for a, b in itertools.pairwise(edges) if b > a]
+    for name in ("profile", "bin_position"):
+        apart = torch.cat([getattr(part, name) for part in parts], 1)
+        assert torch.equal(getattr(packed.address, name), apart)
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_routing_is_causal_and_steps_give_what_the_whole_gives(selector):
+    routing = LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector=selector).double()
+    hidden = draw(2, 12, HIDDEN)
+    whole = routing(hidden)
+    for t in range(12):
+        changed = hidden.clone()
+        changed[:, t] = draw(2, HIDDEN, seed=t + 1)
+        route = routing(changed)
+        assert torch.equal(route.address.profile[:, :t], whole.address.profile[:, :t])
+        assert torch.equal(route.reads.query_type[:, :t], whole.reads.query_type[:, :t])
+        assert torch.equal(route.reads.read_weight[:, :t], whole.reads.read_weight[:, :t])
+    for split in (0, 1, 2, 5):
+        state = None
+        if split:
+            state = routing.hash.next_state(hidden[:, :split])
+        state = routing.hash.empty_state(hidden) if state is None else state
+        for t in range(split, 12):
+            route, state = routing.step(hidden[:, t], state)
+            assert torch.equal(route.address.profile, whole.address.profile[:, t])
+            assert torch.equal(route.reads.query_type, whole.reads.query_type[:, t])
+            torch.testing.assert_close(route.reads.read_weight, whole.reads.read_weight[:, t])
+
+
+def test_every_field_size_has_parameters_of_its_own():
+    geometries = [SMatMask(length, 3, chunk_size=16).geometry for length in (128, 256, 1024)]
+    routing = LearnedRouting(HIDDEN, HEADS, geometries)
+    assert list(routing.hash.projections) == ["5", "7", "11"]
+    hidden = torch.randn(1, 9, HIDDEN)
+    reads = routing(hidden, geometries[1]).reads
+    reads.read_weight.square().sum().backward()
+    touched = [name for name, p in routing.named_parameters() if p.grad is not None]
+    assert touched == ["selectors.7.scorer.weight", "selectors.7.scorer.bias"]
+    with pytest.raises(ValueError, match="5, 7, 11, got field size 13"):
+        routing(hidden, Geometry(3, 13))
+    with pytest.raises(ValueError, match="no geometry"):
+        routing(hidden)
+
+
+@pytest.mark.parametrize("vc_dim", [2, 3, 4])
+def test_parameters_are_those_of_the_paper(vc_dim):
+    geometry = Geometry(vc_dim, 5)
+    routing = LearnedRouting(64, 4, geometry)
+    count = sum(p.numel() for p in routing.parameters())
+    hash_count = 4 * (vc_dim - 1) * (64 + 2)
+    assert count == 64 * 4 + hash_count + (64 + 1) * 4 * geometry.num_types
+
+
+def test_parameters_are_drawn_after_the_meta_device():
+    with torch.device("meta"):
+        routing = LearnedRouting(HIDDEN, HEADS, Geometry(3, 5))
+    routing.to_empty(device="cpu")
+    for parameter in routing.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    routing.reset_parameters()
+    assert all(p.isfinite().all() for p in routing.parameters())
+
+
+def test_an_unknown_selector_is_refused():
+    with pytest.raises(ValueError, match=r"top_types, factored.*got 'best'"):
+        make_selector("best", HIDDEN, HEADS, Geometry(3, 5))
