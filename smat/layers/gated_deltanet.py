@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smat.layers.mixer import DistantMemory, Mixer
+from smat.layers.mixer import DistantMemory, Mixer, local_mask
 from smat.layers.primitives import (
     NormThenGate,
     RMSNorm,
@@ -18,6 +18,7 @@ from smat.layers.primitives import (
 )
 from smat.layers.short_convolution import ShortConvolution
 from smat.layers.span import MixerCache, Span
+from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
 from smat.ops.delta_rule import delta_rule, delta_rule_step
 
@@ -95,8 +96,6 @@ class GatedDeltaNet(Mixer):
             self.norm = NormThenGate(value_dim, norm_eps, **made)
         self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False, **made)
         self.memory = memory
-        if memory is not None and not isinstance(memory.mask.boundary, KeptBoundary):
-            raise ValueError(f"the delta rule needs a kept boundary, got {memory.mask.describe()}")
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -108,9 +107,10 @@ class GatedDeltaNet(Mixer):
 
     def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         inputs, past = self.qkv_proj(x), span.part("conv")
-        first = span.first_visible(None if self.memory is None else self.memory.mask)
-        tokens = self._project(x, self.conv(inputs, past, first), span)
-        y, state = self.recur(x, self._reset(tokens, span), span)
+        mask = None if self.memory is None else local_mask(self.memory, span)
+        tokens = self._project(x, self.conv(inputs, past, span.first_visible(mask)), span)
+        local = tokens if mask is None else reset_at_boundary(tokens, mask, span)
+        y, state = self.recur(x, local, span)
         distant = None
         if self.memory is not None:
             q, k, v, beta, log_decay = tokens
@@ -122,7 +122,7 @@ class GatedDeltaNet(Mixer):
         if not span.use_cache:
             return out, None
         conv = self.conv.next_state(inputs, past, span.lengths)
-        return out, span.cache(conv=conv, state=state, memory=distant)
+        return out, span.cache(conv=conv, state=state, memory=distant, mask=mask)
 
     def _project(self, x: Tensor, convolved: Tensor, span: Span) -> Projected:
         q, k, v = (
@@ -134,18 +134,6 @@ class GatedDeltaNet(Mixer):
             _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
             log_decay = span.quiet(log_decay)
         return Projected(l2_norm(q), l2_norm(k), v, span.quiet(beta), log_decay)
-
-    def _reset(self, tokens: Projected, span: Span) -> Projected:
-        """Forget everything at the boundary of the memory: a log-decay of minus infinity there."""
-        num_distant = 0 if self.memory is None else self.memory.mask.num_distant
-        if num_distant == 0:
-            return tokens
-        log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
-        edge = span.positions() == num_distant
-        edge = edge.expand(log_decay.shape[:2]).unsqueeze(-1)
-        if span.real is not None:
-            edge = edge & span.real.unsqueeze(-1)
-        return tokens._replace(log_decay=log_decay.masked_fill(edge, -torch.inf))
 
     def recur(self, x: Tensor, tokens: Projected, span: Span) -> tuple[Tensor, Any]:
         """Run the delta rule over the tokens of a span, and return its state."""
@@ -172,3 +160,15 @@ class DeltaNet(GatedDeltaNet):
     def __init__(self, hidden_size: int, *, expand_v: float = 1.0, **options: Any) -> None:
         options = {"decay": False, "output_gate": False, **options}
         super().__init__(hidden_size, expand_v=expand_v, **options)
+
+
+def reset_at_boundary(tokens: Projected, mask: SMatMask, span: Span) -> Projected:
+    """Forget everything at the first recent token: a log-decay of minus infinity there."""
+    if not isinstance(mask.boundary, KeptBoundary):
+        raise ValueError(f"the delta rule needs a kept boundary, got {mask.describe()}")
+    if mask.boundary.num_distant == 0:
+        return tokens
+    log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
+    edge = (span.positions() == mask.boundary.num_distant).expand(log_decay.shape[:2])
+    edge = edge if span.real is None else edge & span.real
+    return tokens._replace(log_decay=log_decay.masked_fill(edge.unsqueeze(-1), -torch.inf))

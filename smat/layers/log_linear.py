@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smat.layers import gated_deltanet, mamba2
 from smat.layers.primitives import keep_from_decay_
 from smat.layers.span import Span
+from smat.masks import SMatMask
 from smat.ops.log_linear import (
     LogLinearState,
     log_linear_attention,
@@ -92,9 +93,13 @@ class LogLinearMamba2(mamba2.Mamba2):
         with torch.no_grad():
             keep_from_decay_(self.A_log.copy_(rates.log()))
 
-    def recur(self, x: Tensor, tokens: mamba2.Projected, span: Span) -> tuple[Tensor, Any]:
+    def recur(
+        self, x: Tensor, tokens: mamba2.Projected, mask: SMatMask | None, span: Span
+    ) -> tuple[Tensor, Any]:
         """Run all levels over the tokens of a span, and return their states if asked for."""
         q, k, v, log_decay, _ = tokens
+        if mask is not None:
+            raise ValueError("log-linear attention has no reset, and takes no memory beside it")
         weights, log_decay = self.level_weights(x), span.quiet(log_decay)
         if span.past is not None:
             return _decode(span, (q, k, v, weights, log_decay), None, 1.0)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smat.layers.mixer import DistantMemory, Mixer
+from smat.layers.mixer import DistantMemory, Mixer, local_mask
 from smat.layers.primitives import (
     GateThenNorm,
     init_decay_rate_,
@@ -92,10 +92,7 @@ class Mamba2(Mixer):
         self.norm = GateThenNorm(inner, norm_eps, num_groups, **made)
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         self.memory = memory
-        if memory is None:
-            self.mask = SMatMask(1, vc_dim=1, chunk_size=chunk_size, boundary=none())
-        else:
-            self.mask = local_mask(memory.mask)
+        self.plain_mask = SMatMask(1, vc_dim=1, chunk_size=chunk_size, boundary=none())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -107,11 +104,12 @@ class Mamba2(Mixer):
 
     def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         gate, inputs, raw_step = self.in_proj(x).split(self.widths, -1)
-        first = span.first_visible(None if self.memory is None else self.mask)
+        mask = None if self.memory is None else local_mask(self.memory, span)
+        first = span.first_visible(mask)
         past = span.part("conv")
         tokens = self._project(self.conv(inputs, past, first), raw_step)
-        y, state = self.recur(x, tokens, span)
-        read, distant = None, None
+        y, state = self.recur(x, tokens, mask, span)
+        distant = None
         if self.memory is not None:
             q, k, v, log_decay, _ = tokens
             read, distant = self.memory(x, q, k, v, log_decay, None, span)
@@ -121,7 +119,7 @@ class Mamba2(Mixer):
         if not span.use_cache:
             return out, None
         conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
-        return out, span.cache(conv=conv, state=state, memory=distant)
+        return out, span.cache(conv=conv, state=state, memory=distant, mask=mask)
 
     def _project(self, convolved: Tensor, raw_step: Tensor) -> Projected:
         shared = self.num_groups * self.state_dim
@@ -136,29 +134,24 @@ class Mamba2(Mixer):
         groups = x.unflatten(-1, (self.num_groups, self.state_dim))
         return groups.repeat_interleave(self.num_heads // self.num_groups, 2)
 
-    def recur(self, x: Tensor, tokens: Projected, span: Span) -> tuple[Tensor, Any]:
-        """Run the recurrence over the tokens of a span, and return its state if asked for."""
+    def recur(
+        self, x: Tensor, tokens: Projected, mask: SMatMask | None, span: Span
+    ) -> tuple[Tensor, Any]:
+        """Run the recurrence over the tokens of a span, and return its state if asked for.
+
+        With a mask it is reset at the boundary.
+        """
         q, k, v, log_decay, _ = tokens
         # Distant keys weigh nothing in the state of a recurrence that is reset at the boundary.
-        weight = None if self.memory is None else torch.zeros_like(log_decay)
+        weight = None if mask is None else torch.zeros_like(log_decay)
         state: SMatState | None = span.part("state")
         if state is None:
             return smat_attention(
-                q, k, v, self.mask, feature_map="identity", log_decay=log_decay,
+                q, k, v, mask or self.plain_mask, feature_map="identity", log_decay=log_decay,
                 write_weight=weight, normalize=False, attention_mask=span.real,
                 cu_seqlens=span.cu_seqlens, output_final_state=span.use_cache, branch="causal",
             )  # fmt: skip
         return decode(state, q, k, v, span, log_decay=log_decay, write_weight=weight)
-
-
-def local_mask(mask: SMatMask) -> SMatMask:
-    """Return the plain causal mask whose recurrence a distant memory cuts at its boundary."""
-    if not mask.boundary.horizon_free:
-        raise ValueError(
-            f"a memory beside a recurrence needs a boundary without horizon, such as "
-            f"kept({mask.num_distant}), got {mask.describe()}"
-        )
-    return SMatMask(mask.seq_len, 1, mask.chunk_size, boundary=mask.boundary)
 
 
 def decode(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,8 @@ class DistantMemory(Protocol):
 
     A backbone with a memory resets its state and its short convolution at the boundary of `mask`,
     and adds what the memory returns to the local output, before its norm and output projection.
-    The boundary of `mask` needs no horizon: it is kept(n), or moves by position alone.
+    The boundary of `mask` needs no horizon: it is kept(n), or moves by position alone. A call may
+    name another mask, ``mask=``, as long as it begins its sequences.
     """
 
     mask: SMatMask
@@ -41,6 +43,23 @@ class DistantMemory(Protocol):
         Mamba-2 v is the step times x and beta is None. ``span.part("memory")`` is the state after
         the tokens before these, None at the start.
         """
+
+
+def local_mask(memory: DistantMemory, span: Span) -> SMatMask:
+    """Return the plain causal mask, cut at the boundary, of the recurrence beside a memory."""
+    if span.past is not None:
+        return span.part("mask")
+    return _local_mask(span.extras.get("mask", memory.mask))
+
+
+@lru_cache(maxsize=64)
+def _local_mask(mask: SMatMask) -> SMatMask:
+    if not mask.boundary.horizon_free:
+        raise ValueError(
+            f"a memory beside a recurrence needs a boundary without horizon, such as "
+            f"kept({mask.num_distant}), got {mask.describe()}"
+        )
+    return SMatMask(mask.seq_len, 1, mask.chunk_size, boundary=mask.boundary)
 
 
 class Mixer(nn.Module, ABC):

@@ -38,8 +38,8 @@ class MixerCache:
 
 
 def _select(part: Any, rows: Tensor) -> Any:
-    if part is None:
-        return None
+    if part is None or isinstance(part, SMatMask):
+        return part
     if isinstance(part, Tensor):
         return part[rows]
     if isinstance(part, tuple):
