@@ -74,9 +74,7 @@ class StateTables:
         built: Sequence[int],
         timeline: Timeline | None = None,
     ) -> None:
-        if fold not in FOLDS:
-            raise ValueError(f"fold must be one of {', '.join(FOLDS)}, got {fold!r}")
-        self.mask, self.sizes, self.fold = mask, sizes, fold
+        self.mask, self.sizes, self.fold = mask, sizes, check_fold(fold)
         self.feature_map = feature_map
         self.pointwise, self.map_before = split_feature_map(feature_map)
         self.timeline = Timeline(mask, sizes.weighted) if timeline is None else timeline
@@ -251,6 +249,23 @@ class StateTables:
             raise ValueError(f"repeats must be 1 or more, got {repeats}")
         return self.select([row for row in range(len(self)) for _ in range(repeats)])
 
+    def with_fold(self, fold: str) -> Self:
+        """Return a copy that folds "at_once", with one type table, or "spread", with two."""
+        other = self._with({"recent": self.tensors["recent"]}, self.positions, [0] * len(self))
+        other.fold = check_fold(fold)
+        others = {name: x.clone() for name, x in self.tensors.items() if name != "type_table"}
+        other.tensors.update(others)
+        if "type_table" in self.tensors:
+            last = [max(0, position - 1) for position in self.positions]
+            segment = torch.tensor(
+                [self.timeline.at(position).segment for position in last], device=self.device
+            )
+            rows = torch.arange(len(self), device=self.device)
+            other.allocate("type_table")
+            live = self.tensors["type_table"][segment % self.num_buffers, rows]
+            other.tensors["type_table"][segment % other.num_buffers, rows] = live
+        return other
+
     def _with(
         self, tensors: Mapping[str, Tensor], positions: Sequence[int], built: Sequence[int]
     ) -> Self:
@@ -258,6 +273,13 @@ class StateTables:
             self.mask, self.sizes, self.feature_map, self.fold, tensors, positions, built,
             self.timeline,
         )  # fmt: skip
+
+
+def check_fold(fold: str) -> str:
+    """Refuse what is no way to fold."""
+    if fold not in FOLDS:
+        raise ValueError(f"fold must be one of {', '.join(FOLDS)}, got {fold!r}")
+    return fold
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -110,6 +110,19 @@ def test_gates_of_every_size_and_full_resets(schedule):
     assert worst_row(found, smat.reference_attention(mask=mask, **inputs)) <= 1e-12
 
 
+def test_small_gates_keep_their_digits_after_large_ones():
+    mask = smat.SMatMask(450, 2, 8, boundary=smat.window(16))
+    inputs = make_case(mask, 450, batch=1, heads=1)
+    gates = mild_gates(inputs["k"].shape[:3])
+    gates[:, :400] -= 777.7  # lambda falls to -3e5, where fp64 alone keeps 10 digits of it
+    inputs["log_decay"] = gates
+    expected = smat.reference_attention(mask=mask, **inputs)[:, 400:]
+    steps, _ = decode(empty_for(mask, inputs), inputs)
+    assert worst_row(steps[:, 400:], expected) <= 1e-13
+    at_once, _ = empty_for(mask, inputs).extend(**inputs)
+    assert worst_row(at_once[:, 400:], expected) <= 1e-13
+
+
 def test_gates_that_come_late():
     mask = smat.SMatMask(97, 2, 8, boundary=smat.window(16))
     inputs = make_case(mask, 97)

@@ -176,6 +176,25 @@ def test_rows_of_different_lengths_are_selected_with_their_positions(schedule):
         state.repeat_interleave(0)
 
 
+@pytest.mark.parametrize("schedule", ["kept", "window", "doubling"])
+def test_a_prefilled_state_may_fold_at_once(schedule):
+    mask = smat.SMatMask(97, 3, 8, boundary=SCHEDULES[schedule])
+    inputs = make_case(mask, 97, "gated", batch=3)
+    real = torch.arange(60) < torch.tensor([[60], [43], [12]])
+    _, state = prefill(span(inputs, 0, 60), mask, attention_mask=real)
+    _, state = decode(state, inputs, 60, 65)
+    before, copy = snapshot(state), state.with_fold("at_once")
+    assert copy.num_bytes <= state.num_bytes
+    again = copy.with_fold("spread")
+    assert again.num_bytes == state.num_bytes
+    outs = [decode(each, inputs, 65)[0] for each in (copy, again)]
+    assert unchanged(state, before)
+    expected, _ = decode(state, inputs, 65)
+    assert all(torch.equal(out, expected) for out in outs)
+    with pytest.raises(ValueError, match="got 'never'"):
+        state.with_fold("never")
+
+
 def test_a_state_says_what_it_is():
     mask = smat.SMatMask(97, 2, 8)
     inputs = make_case(mask, 20)
