@@ -1,0 +1,76 @@
+"""Profile memories one token at a time, as the appendix defines them; nothing of the fast path."""
+
+import torch
+
+from smat.ops.recurrent_reference import transition_reference
+
+
+def draw_tokens(batch, length, hidden, heads, key_dim, value_dim, seed=0, normalised=False):
+    """Draw hidden states, q, k, v, log_decay and beta, in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(batch, length, *shape, generator=generator, dtype=torch.float64)
+
+    tokens = {
+        "hidden": normal(hidden), "q": normal(heads, key_dim), "k": normal(heads, key_dim),
+        "v": normal(heads, value_dim), "log_decay": -0.2 * normal(heads).abs(),
+        "beta": normal(heads).sigmoid(),
+    }  # fmt: skip
+    if normalised:
+        for name in ("q", "k"):
+            tokens[name] = torch.nn.functional.normalize(tokens[name], dim=-1)
+    return tokens
+
+
+def additive_reads(tokens, write_weight, profile, reads, mask):
+    """Step F_x <- a F_x + 1{x_j = x} w_j k_j v_j' up to each boundary, then decay: (B, T, H, V)."""
+    k, v, log_decay = (tokens[name] for name in ("k", "v", "log_decay"))
+    geometry = mask.geometry
+    incidence = geometry.incidence().to(k.dtype)
+    outputs = []
+    for t in range(k.shape[1]):
+        boundary = mask.schedule.boundary_at(t)
+        table = k.new_zeros(*k[:, 0].shape[:2], geometry.num_profiles, k.shape[3], v.shape[3])
+        for j in range(t + 1):
+            table = log_decay[:, j].exp()[..., None, None, None] * table
+            if j < boundary:
+                chosen = torch.nn.functional.one_hot(profile[:, j], geometry.num_profiles)
+                write = write_weight[:, j, :, None] * k[:, j]
+                table = table + torch.einsum(
+                    "bhx,bhk,bhv->bhxkv", chosen.to(k.dtype), write, v[:, j]
+                )
+        outputs.append(read(table, incidence, tokens["q"][:, t], reads, t))
+    return torch.stack(outputs, 1)
+
+
+def transported_reads(tokens, ste_weight, profile, reads, mask):
+    """Step every profile by A_j, up to the query; only distant tokens write: (B, T, H, V)."""
+    k, v, beta = (tokens[name] for name in ("k", "v", "beta"))
+    geometry = mask.geometry
+    incidence = geometry.incidence().to(k.dtype)
+    table = k.new_zeros(*k[:, 0].shape[:2], geometry.num_profiles, k.shape[3], v.shape[3])
+    outputs = []
+    for t in range(k.shape[1]):
+        table = transition_reference(k, beta, tokens.get("log_decay"), t).unsqueeze(2) @ table
+        if t < mask.schedule.anchor:
+            chosen = torch.nn.functional.one_hot(profile[:, t], geometry.num_profiles)
+            write = (ste_weight * beta)[:, t, :, None] * k[:, t]
+            table = table + torch.einsum("bhx,bhk,bhv->bhxkv", chosen.to(k.dtype), write, v[:, t])
+            outputs.append(torch.zeros_like(v[:, t]))
+        else:
+            query = k.shape[3] ** -0.5 * tokens["q"][:, t]
+            outputs.append(read(table, incidence, query, reads, t))
+    return torch.stack(outputs, 1)
+
+
+def read(table, incidence, query, reads, t):
+    """Answer q' sum_h R_h U_h, U = C F written out."""
+    types = torch.einsum("nx,bhxkv->bhnkv", incidence, table)
+    out = 0
+    for choice in range(reads.query_type.shape[-1]):
+        index = reads.query_type[:, t, :, choice]
+        own = types.gather(2, index[..., None, None, None].expand(-1, -1, 1, *types.shape[3:]))
+        weight = reads.read_weight[:, t, :, choice, None]
+        out = out + weight * torch.einsum("bhk,bhkv->bhv", query, own[:, :, 0])
+    return out

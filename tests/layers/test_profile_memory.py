@@ -1,0 +1,244 @@
+"""Memories of distant tokens against their definitions: values, gradients, limits of theory."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from smat.layers.profile_memory import ProfileMemory
+from smat.layers.routed_memory import sum_balance_losses
+from smat.layers.routing import SELECTORS
+from smat.layers.span import Span
+from smat.layers.transported_memory import TransportedMemory
+from smat.masks import SMatMask, doubling, kept, none, window
+from smat.ops import smat_attention
+from smat.ops.recurrent_reference import decay_reference, delta_rule_reference
+from tests.layers.memory_definition import additive_reads, draw_tokens, transported_reads
+
+pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
+BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 24, 5, 2, 3, 2
+MASKS = {
+    "plane": SMatMask.from_dict(SMatMask(24, 1, 4).to_dict() | {"vc_dim": 3, "field_size": 3}),
+    "line": SMatMask.from_dict(SMatMask(24, 1, 4).to_dict() | {"vc_dim": 2, "field_size": 3}),
+    "one point": SMatMask(24, 1, 4, boundary=kept(11)),
+}
+CPU = torch.device("cpu")
+
+
+def moving(boundary):
+    return SMatMask(24, 3, chunk_size=4, field_size=3, boundary=boundary)
+
+
+def make(kind, mask, seed=0, **options):
+    torch.manual_seed(seed)
+    memory = kind(HIDDEN, HEADS, mask, **options).double()
+    for gate in (memory.read_gate, getattr(memory, "write_gate", None)):
+        if gate is not None:
+            torch.nn.init.normal_(gate.linear.bias)
+    return memory
+
+
+def call(memory, tokens, span=None):
+    beta = tokens["beta"] if isinstance(memory, TransportedMemory) else None
+    given = (tokens[name] for name in ("hidden", "q", "k", "v", "log_decay"))
+    return memory(*given, beta, span)
+
+
+def define(memory, tokens, mask):
+    """Compute what a memory should give from its own routing decisions."""
+    route = memory.route(tokens["hidden"], mask, Span(*tokens["k"].shape[:2], CPU), None)
+    weight, mask = route.address.ste_weight, memory.routing.read_mask(mask)
+    if isinstance(memory, TransportedMemory):
+        return transported_reads(tokens, weight, route.address.profile, route.reads, mask)
+    weight = weight * memory.write_gate(tokens["hidden"])
+    return additive_reads(tokens, weight, route.address.profile, route.reads, mask)
+
+
+def tokens_for(kind, seed=0, batch=BATCH, length=LENGTH):
+    normalised = kind is TransportedMemory
+    return draw_tokens(batch, length, HIDDEN, HEADS, KEY, VALUE, seed, normalised)
+
+
+def differentiate(out, memory, tokens):
+    """Return the gradients of a random weighting, by name."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    named = {**tokens, **dict(memory.named_parameters())}
+    found = torch.autograd.grad(out, list(named.values()), weight, allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(named.items(), found, strict=True)
+    }
+
+
+def assert_equals_definition(memory, tokens, mask, span=None):
+    tokens = {name: x.clone().requires_grad_() for name, x in tokens.items()}
+    found, expected = call(memory, tokens, span)[0], define(memory, tokens, mask)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    found, expected = (differentiate(out, memory, tokens) for out in (found, expected))
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-10, msg=name)
+    return found
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_a_memory_is_its_definition(kind, mask):
+    grads = assert_equals_definition(make(kind, mask), tokens_for(kind), mask)
+    learned = [name for name in grads if "hash" in name and mask.vc_dim > 1]
+    assert all(grads[name].abs().max() > 0 for name in learned)
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+@pytest.mark.parametrize("selector", SELECTORS[1:])
+def test_every_selector_reads_what_it_names(kind, selector):
+    mask = MASKS["plane"]
+    assert_equals_definition(make(kind, mask, selector=selector), tokens_for(kind), mask)
+
+
+@pytest.mark.parametrize("boundary", [window(4), window(5), doubling(), none()], ids=str)
+def test_additive_memories_follow_any_boundary(boundary):
+    mask = moving(boundary)
+    assert_equals_definition(make(ProfileMemory, mask), tokens_for(ProfileMemory), mask)
+
+
+def test_transported_memories_do_without_decay():
+    mask = MASKS["plane"]
+    memory, tokens = make(TransportedMemory, mask), tokens_for(TransportedMemory)
+    expected = define(memory, {name: x for name, x in tokens.items() if name != "log_decay"}, mask)
+    names = ("hidden", "q", "k", "v")
+    out, _ = memory(*(tokens[name] for name in names), None, tokens["beta"])
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_a_memory_passes_gradcheck(kind):
+    mask = SMatMask(8, 2, chunk_size=2, field_size=3, boundary=kept(4))
+    memory = make(kind, mask, num_reads=2)
+    tokens = tokens_for(kind, batch=1, length=8)
+    # The address is held fixed where its surrogate is differentiated: hidden states stay out.
+    names = [name for name in tokens if name != "hidden"]
+
+    def out(*values):
+        return call(memory, tokens | dict(zip(names, values, strict=True)))[0]
+
+    inputs = [tokens[name].clone().requires_grad_() for name in names]
+    if kind is ProfileMemory:
+        names, inputs = names[:-1], inputs[:-1]
+    assert torch.autograd.gradcheck(out, inputs)
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_one_point_and_open_gates_carry_the_backbone_over_the_boundary(kind):
+    mask = MASKS["one point"]
+    memory, tokens = make(kind, mask, num_reads=1), tokens_for(kind)
+    for gate in (memory.read_gate, getattr(memory, "write_gate", memory.read_gate)):
+        torch.nn.init.zeros_(gate.linear.weight)
+        torch.nn.init.constant_(gate.linear.bias, 1e4)
+    read, _ = call(memory, tokens)
+    q, k, v, log_decay, beta = (tokens[name] for name in ("q", "k", "v", "log_decay", "beta"))
+    reset = log_decay.clone()
+    reset[:, mask.num_distant] = -torch.inf
+    if kind is ProfileMemory:
+        local, _ = decay_reference(q, k, v, reset)
+        whole, _ = decay_reference(q, k, v, log_decay)
+        causal, _ = smat_attention(
+            q, k, v, mask, feature_map="identity", log_decay=log_decay, normalize=False,
+            branch="causal",
+        )  # fmt: skip
+        torch.testing.assert_close(causal, local, rtol=1e-10, atol=1e-10)
+    else:
+        # A decay of exactly 0 times a state: what went before is gone, NaN never appears.
+        local, _ = delta_rule_reference(q, k, v, beta, reset)
+        whole, _ = delta_rule_reference(q, k, v, beta, log_decay)
+    torch.testing.assert_close(local + read, whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_a_shut_gate_reads_nothing(kind):
+    memory = make(kind, MASKS["plane"])
+    torch.nn.init.constant_(memory.read_gate.head_logit, -1e4)
+    out, _ = call(memory, tokens_for(kind))
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_gates_begin_at_a_tenth():
+    memory = ProfileMemory(64, HEADS, MASKS["plane"])
+    hidden = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
+    for gate in (memory.read_gate, memory.write_gate):
+        assert gate(hidden).median().item() == pytest.approx(0.1, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_only_the_hash_learns_from_the_balance_loss(kind):
+    memory = make(kind, MASKS["plane"])
+    call(memory, tokens_for(kind))
+    loss = sum_balance_losses(torch.nn.ModuleList([memory]))
+    loss.backward()
+    for name, parameter in memory.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("routing.hash"), name
+    assert copy.deepcopy(memory).balance_loss is None
+    assert sum_balance_losses(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_no_token_changes_what_was_read_before_it(kind):
+    masks = [MASKS["plane"]] + ([moving(window(4))] if kind is ProfileMemory else [])
+    for mask in masks:
+        memory, tokens = make(kind, mask), tokens_for(kind)
+        before, _ = call(memory, tokens)
+        for t in range(LENGTH):
+            other = tokens_for(kind, seed=t + 1)
+            changed = {name: x.clone() for name, x in tokens.items()}
+            for name, x in changed.items():
+                x[:, t] = other[name][:, t]
+            after, _ = call(memory, changed)
+            assert torch.equal(after[:, :t], before[:, :t])
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_padding_changes_nothing_for_real_tokens(kind):
+    memory, tokens = make(kind, MASKS["plane"]), tokens_for(kind)
+    lengths = [20, 9]
+    real = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
+    out, _ = call(memory, tokens, Span(BATCH, LENGTH, CPU, real))
+    loss = memory.balance_loss.item()
+    assert torch.equal(out[~real], torch.zeros_like(out[~real]))
+    for row, length in enumerate(lengths):
+        own = {name: x[row : row + 1, :length] for name, x in tokens.items()}
+        torch.testing.assert_close(out[row, :length], call(memory, own)[0][0])
+        if length > 12:  # the only row with distant tokens
+            assert memory.balance_loss.item() == pytest.approx(loss, abs=1e-12)
+
+
+def test_packed_sequences_read_apart():
+    mask = SMatMask(24, 3, chunk_size=4, field_size=3, boundary=kept(5))
+    memory, tokens = make(ProfileMemory, mask), tokens_for(ProfileMemory, batch=1)
+    edges = [0, 9, 13, 24]
+    out, _ = call(memory, tokens, Span(1, LENGTH, CPU, cu_seqlens=torch.tensor(edges)))
+    for start, stop in itertools.pairwise(edges):
+        own = {name: x[:, start:stop] for name, x in tokens.items()}
+        torch.testing.assert_close(out[:, start:stop], call(memory, own)[0])
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_each_length_may_have_its_own_geometry(kind):
+    masks = [SMatMask(length, 2, chunk_size=4) for length in (LENGTH, 12)]
+    assert masks[0].geometry != masks[1].geometry
+    memory = make(kind, masks[0], other_masks=masks[1:])
+    for mask in masks:
+        tokens = tokens_for(kind, length=mask.seq_len)
+        span = Span(BATCH, mask.seq_len, CPU, extras={"mask": mask})
+        assert_equals_definition(memory, tokens, mask, span)
+
+
+def test_what_does_not_fit_is_refused():
+    additive, tokens = make(ProfileMemory, MASKS["plane"]), tokens_for(ProfileMemory)
+    given = [tokens[name] for name in ("hidden", "q", "k", "v", "log_decay")]
+    with pytest.raises(ValueError, match="no beta"):
+        additive(*given, tokens["beta"])
+    transported = make(TransportedMemory, MASKS["plane"])
+    with pytest.raises(ValueError, match="need beta"):
+        transported(*given)
+    with pytest.raises(ValueError, match="boundary that stays"):
+        make(TransportedMemory, moving(window(4)))(*given, tokens["beta"])

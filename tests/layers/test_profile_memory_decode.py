@@ -1,0 +1,178 @@
+"""Decoding with memories: prefill, pieces and single tokens all give what one forward gives."""
+
+import itertools
+
+import pytest
+import torch
+
+from smat.layers.profile_memory import ProfileMemory
+from smat.layers.routing import SELECTORS
+from smat.layers.span import MixerCache, Span
+from smat.layers.transported_memory import TransportedMemory
+from smat.masks import SMatMask, kept, window
+from tests.layers.memory_definition import draw_tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
+BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 22, 5, 2, 3, 2
+CPU = torch.device("cpu")
+
+
+def quietly(mask, **changes):
+    """Change a mask without the warning that masks of few tokens give."""
+    return SMatMask.from_dict(mask.to_dict() | changes)
+
+
+MASKS = {
+    "kept": quietly(SMatMask(24, 1, 4, boundary=kept(9)), vc_dim=3, field_size=3),
+    "rebuilt": quietly(SMatMask(24, 1, 4), vc_dim=2, field_size=5),
+    "one point": SMatMask(24, 1, 4, boundary=kept(9)),
+    "window": SMatMask(16, 3, chunk_size=4, field_size=3, boundary=window(4)),
+}
+CASES = [
+    pytest.param(kind, MASKS[name], id=f"{kind.__name__}-{name}")
+    for kind in (ProfileMemory, TransportedMemory)
+    for name in MASKS
+    if kind is ProfileMemory or name != "window"
+]
+
+
+def make(kind, mask, **options):
+    torch.manual_seed(0)
+    memory = kind(HIDDEN, HEADS, mask, **options).double()
+    torch.nn.init.normal_(memory.read_gate.linear.bias)
+    return memory
+
+
+def tokens_for(kind, batch=BATCH, length=LENGTH, seed=0):
+    normalised = kind is TransportedMemory
+    return draw_tokens(batch, length, HIDDEN, HEADS, KEY, VALUE, seed, normalised)
+
+
+def call(memory, tokens, span=None):
+    beta = tokens["beta"] if isinstance(memory, TransportedMemory) else None
+    given = (tokens[name] for name in ("hidden", "q", "k", "v", "log_decay"))
+    return memory(*given, beta, span)
+
+
+def cut(tokens, start, stop):
+    return {name: x[:, start:stop] for name, x in tokens.items()}
+
+
+def go_on(memory, tokens, state, real=None, inplace=False):
+    """Take in further tokens, as a backbone would after the tokens of a cache."""
+    batch, length = tokens["k"].shape[:2]
+    past = None
+    if state is not None:
+        past = MixerCache(torch.zeros(batch, dtype=torch.long), {"memory": state})
+    span = Span(batch, length, CPU, real, past=past, use_cache=True, inplace=inplace)
+    return call(memory, tokens, span)
+
+
+def step(memory, tokens, t, state, inplace):
+    names = ["hidden", "q", "k", "v", "log_decay"]
+    names += ["beta"] if isinstance(memory, TransportedMemory) else []
+    return memory.step(*(tokens[name][:, t] for name in names), state, inplace=inplace)
+
+
+def start(memory, tokens):
+    if isinstance(memory, TransportedMemory):
+        return memory.empty_state(tokens["hidden"])
+    return memory.empty_state(tokens["hidden"], tokens["k"], tokens["v"])
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("kind", "mask"), CASES)
+def test_prefill_then_steps_give_the_whole_at_every_split(kind, mask):
+    memory, tokens = make(kind, mask), tokens_for(kind)
+    whole = call(memory, tokens)[0].detach()
+    for split in range(LENGTH):
+        inplace = split % 2 == 0
+        if split:
+            out, state = go_on(memory, cut(tokens, 0, split), None)
+            assert_same(out.detach(), whole[:, :split])
+        else:
+            state = start(memory, tokens)
+        for t in range(split, LENGTH):
+            out, state = step(memory, tokens, t, state, inplace)
+            assert_same(out, whole[:, t])
+            if not whole[:, t].any():
+                assert not out.any()  # exactly 0 where nothing is distant
+
+
+@pytest.mark.parametrize(("kind", "mask"), CASES)
+def test_pieces_of_any_length_give_the_whole(kind, mask):
+    memory, tokens = make(kind, mask), tokens_for(kind)
+    whole = call(memory, tokens)[0].detach()
+    for edges in ([0, 4, 15, 22], [0, 9, 10, 22], [0, 1, 2, 12, 22]):
+        state, outs = None, []
+        for begin, end in itertools.pairwise(edges):
+            out, state = go_on(memory, cut(tokens, begin, end), state)
+            outs.append(out)
+        assert_same(torch.cat(outs, 1).detach(), whole)
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+@pytest.mark.parametrize("selector", SELECTORS[1:])
+def test_every_selector_decodes(kind, selector):
+    memory, tokens = make(kind, MASKS["kept"], selector=selector), tokens_for(kind)
+    whole = call(memory, tokens)[0].detach()
+    state = start(memory, tokens)
+    for t in range(LENGTH):
+        out, state = step(memory, tokens, t, state, inplace=True)
+        assert_same(out, whole[:, t])
+
+
+@pytest.mark.parametrize(("kind", "mask"), CASES)
+def test_rows_of_different_lengths_go_on_each_from_its_end(kind, mask):
+    memory, tokens = make(kind, mask), tokens_for(kind, batch=3)
+    whole = call(memory, tokens)[0].detach()
+    lengths = [13, 3, 9]
+    front = cut(tokens, 0, 13)
+    real = torch.arange(13) < torch.tensor(lengths)[:, None]
+    out, state = go_on(memory, front, None, real)
+    assert_same(out[real].detach(), whole[:, :13][real])
+    order = [2, 0, 1, 0]
+    state = state.select(order)
+    row = torch.tensor(order)
+    at = torch.tensor(lengths)[row]
+    for offset in range(9):
+        token = {name: x[row, at + offset].unsqueeze(1) for name, x in tokens.items()}
+        out, state = step(memory, token, 0, state, inplace=offset % 2 == 1)
+        assert_same(out, whole[row, at + offset])
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_an_old_state_stays_valid_unless_it_was_given_away(kind):
+    memory, tokens = make(kind, MASKS["kept"]), tokens_for(kind)
+    for split in (4, 8, 9, 15):
+        _, state = go_on(memory, cut(tokens, 0, split), None)
+        first, after = step(memory, tokens, split, state, inplace=False)
+        second, _ = step(memory, tokens, split + 1, after, inplace=False)
+        again, after = step(memory, tokens, split, state, inplace=False)
+        assert torch.equal(first, again)
+        assert torch.equal(second, step(memory, tokens, split + 1, after, inplace=True)[0])
+
+
+def test_a_window_decodes_past_its_horizon():
+    memory = make(ProfileMemory, MASKS["window"])
+    tokens = tokens_for(ProfileMemory, length=3 * 16)
+    whole = call(memory, tokens)[0].detach()
+    state = start(memory, tokens)
+    for t in range(48):
+        out, state = step(memory, tokens, t, state, inplace=True)
+        assert_same(out, whole[:, t])
+
+
+def test_single_precision_keeps_its_digits_beside_the_faint_local_branch():
+    memory = make(ProfileMemory, MASKS["kept"])
+    tokens = {name: x.float().double() for name, x in tokens_for(ProfileMemory).items()}
+    whole = call(memory, tokens)[0].detach()
+    memory = memory.float()
+    tokens = {name: x.float() for name, x in tokens.items()}
+    state = start(memory, tokens)
+    for t in range(LENGTH):
+        out, state = step(memory, tokens, t, state, inplace=True)
+        torch.testing.assert_close(out.double(), whole[:, t], rtol=1e-4, atol=1e-6)
