@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from smat.geometry import Geometry
+from smat.layers.selectors import point_mask
 from smat.layers.short_convolution import last_inputs, with_past
 from smat.layers.span import Span
 from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
@@ -87,11 +88,7 @@ class HashedRouting(nn.Module):
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read: at d = 2 a hyperplane is a cell."""
-        if not self.point_read:
-            return mask
-        from smat.layers.selectors import point_mask
-
-        return point_mask(mask)
+        return point_mask(mask) if self.point_read else mask
 
     def forward(self, x: Tensor, mask: SMatMask, span: Span) -> tuple[Assignment, Tensor | None]:
         """Route the tokens of a span by their ``token_ids``; the state is the last ids."""

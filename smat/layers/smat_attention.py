@@ -89,6 +89,8 @@ class SMatAttention(Mixer):
         super().__init__()
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
         key_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if num_heads % key_heads:
+            raise ValueError(f"{num_heads} query heads are no multiple of {key_heads} key heads")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, key_heads
         self.head_dim, self.normalize, self.feature_map = head_dim, normalize, feature_map
         key_dim = head_dim if feature_dim is None else feature_dim

@@ -74,6 +74,7 @@ class SoftmaxAttention(Mixer):
 
     def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         position = span.positions()
+        self._check_length(span)
         q, k, v = self._project(x, position)
         if span.past is None:
             out = self._attend(q, k, v, None)  # padding stands behind every real query
@@ -88,8 +89,6 @@ class SoftmaxAttention(Mixer):
         if self.max_length is not None:
             # Behind the real tokens of a padded row there may be positions past the table.
             row = position.clamp(max=self.max_length - 1)
-            if x.shape[1] > self.max_length:
-                raise ValueError(f"{x.shape[1]} tokens, but positions for {self.max_length}")
             x = x + self.position_table[row].to(x.dtype)
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim))
@@ -99,6 +98,16 @@ class SoftmaxAttention(Mixer):
         if self.positions == "rotary":
             q, k = (rotate(part, position, self.rotary_base) for part in (q, k))
         return q, k, v
+
+    def _check_length(self, span: Span) -> None:
+        if self.max_length is None:
+            return
+        new = span.length if span.lengths is None else span.lengths
+        longest = int(
+            torch.as_tensor(new if span.past is None else span.past.num_tokens + new).max()
+        )
+        if longest > self.max_length:
+            raise ValueError(f"{longest} tokens, but positions for {self.max_length}")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """Attend (B, T, H, K) to (B, S, Hkv, K), where `seen` (B, T, S) says so; None is causal."""

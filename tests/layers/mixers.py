@@ -65,6 +65,7 @@ LAYERS = {
     "smat window": lambda: smat_layer(boundary=WINDOW, decay_gate=True, output_gate=True),
     "smat favor": lambda: smat_layer(feature_map="favor", feature_dim=8, output_norm=True),
     "smat hashed": lambda: smat_layer(routing=hashed(write_lag=1, num_keys=2), conv_size=3),
+    "smat bucketed": lambda: smat_layer(routing=hashed(point_read=True)),
     "smat hashed direction": lambda: smat_layer(routing=hashed(), decay_gate=True),
 }
 
@@ -89,6 +90,7 @@ def tokens(batch, length, dtype=torch.float64, seed=1):
 
 def relative_rms(found, expected):
     """Return the RMS of the difference over that of what is expected."""
+    assert found.shape == expected.shape
     difference = (found.double() - expected.double()).square().mean().sqrt()
     return (difference / expected.double().square().mean().sqrt().clamp(min=1e-30)).item()
 
