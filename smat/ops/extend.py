@@ -68,7 +68,8 @@ class _Piece:
 
     def __init__(self, state: StateTables, group: RowGroup, moment: Moment, tokens: Tokens) -> None:
         self.state, self.group, self.moment, self.tokens = state, group, moment, tokens
-        self.psi, self.far, self.v = (_rows(x) for x in (tokens.psi, tokens.far, tokens.v))
+        self.psi, self.v = _rows(tokens.psi), _rows(tokens.v)
+        self.far = self.psi if tokens.far is None else _rows(tokens.far)
         self.length, self.decay = tokens.psi.shape[1], None
         if tokens.log_decay is not None:
             self.decay = LogDecay(_rows(tokens.log_decay))
@@ -94,9 +95,8 @@ class _Piece:
         state, tokens, sizes = self.state, self.tokens, self.state.sizes
         query_type = tokens.query_type
         if query_type is None:
-            first = self.group.position
-            position = torch.arange(first, first + self.length, device=state.device)
-            query_type = state.mask.query_type(position)[None, :, None].expand(*phi.shape[:3])
+            of_token = state.mask.query_type(self._positions())
+            query_type = of_token[None, :, None].expand(*phi.shape[:3])
         entry = type_entries(
             state, self.moment.segment, self._row_index(), query_type.transpose(1, 2)
         ).transpose(1, 2)
@@ -158,9 +158,8 @@ class _Piece:
         state, rows = self.state, self._row_index()
         profile = self.tokens.profile
         if profile is None:
-            first = self.group.position
-            position = torch.arange(first, first + self.length, device=state.device)
-            profile = state.mask.profile(position)[None, :, None].expand(*self.tokens.psi.shape[:3])
+            of_token = state.mask.profile(self._positions())
+            profile = of_token[None, :, None].expand(*self.tokens.psi.shape[:3])
         edge = torch.full_like(rows, self.moment.newest)
         entry = profile_entries(state, edge, rows, profile.long().transpose(1, 2))
         entry = entry.flatten(0, 1)  # (n H, t)
@@ -197,6 +196,10 @@ class _Piece:
         if self.tokens.profile is None:
             return PeriodicGroups(num_profiles, self.group.position)
         return SortedGroups(self.tokens.profile[place].long().T, num_profiles)
+
+    def _positions(self) -> Tensor:
+        first = self.group.position
+        return torch.arange(first, first + self.length, device=self.state.device)
 
     def _rows_of_batch(self) -> slice | Tensor:
         return slice(None) if self.group.index is None else self.group.index

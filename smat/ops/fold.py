@@ -85,7 +85,7 @@ class TableFold:
         self.between: Tensor | None = None  # what the move leaves of the old table, (n, H)
         self.edge: Tensor | None = None
         if "log_decay" in state.tensors:
-            self.edge = lambda_at(state, group, segment)
+            self.edge = lambda_at(state, group, segment).clone()
             earlier = lambda_at(state, group, segment - 1)
             self.between = decay_factor(self.edge - earlier, state.dtype)
 

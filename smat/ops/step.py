@@ -85,7 +85,7 @@ def write_profile(state: StateTables, moments: list[Moment], tokens: Tokens) -> 
     """Add the token's state to its profile in the newest table, if that will be folded."""
     if not any(moment.folds for moment in moments):
         return
-    far, v = tokens.far[:, 0], tokens.v[:, 0]
+    far, v = (tokens.psi if tokens.far is None else tokens.far)[:, 0], tokens.v[:, 0]
     if len(moments) == 1 and tokens.profile is None:
         profile = state.groups[0].position % state.mask.geometry.num_profiles
         _write_one_profile(state, moments[0].newest, profile, far, v)

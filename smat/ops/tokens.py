@@ -17,12 +17,12 @@ from smat.ops.state import StateTables
 class Tokens:
     """Tokens (B, T, heads, ...): features, augmented values, gates and routing.
 
-    phi is absent where nothing is to be read. ``far`` is what goes to the profile table.
+    phi is absent where nothing is to be read, and far where what goes to the profile table is psi.
     """
 
     phi: Tensor | None
     psi: Tensor
-    far: Tensor
+    far: Tensor | None
     v: Tensor
     log_decay: Tensor | None = None  # fp64, clamped
     profile: Tensor | None = None
@@ -90,12 +90,12 @@ def load_tokens(
 
 def _weigh(
     state: StateTables, psi: Tensor, key_gate: Tensor | None, write_weight: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Scale what tokens write, and apart from that what they write to their profiles."""
     if key_gate is not None:
         psi = psi * key_gate.to(psi.dtype).unsqueeze(-1)
     if write_weight is None:
-        return psi, psi
+        return psi, None
     if state.mask.vc_dim == 1 and not state.sizes.weighted:
         raise ValueError("at d = 1 a state takes a write_weight only if made with weighted=True")
     return psi, psi * write_weight.to(psi.dtype).unsqueeze(-1)
