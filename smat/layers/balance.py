@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smat.layers.routing_hash import WriteAddress
@@ -28,15 +29,16 @@ def balance_loss(bin_position: Tensor, field_size: int, counted: Tensor | None =
     heads, ambient_dim = bin_position.shape[-2:]
     if counted is None:
         counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
-    position = bin_position[counted.bool()]  # (N, H, D)
+    position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
     lower = position.detach().floor()
-    share = position - lower
+    share, weight = position - lower, counted.to(position.dtype)[..., None, None]
     column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
     bins = lower.long().clamp(max=field_size - 1)
     mass = position.new_zeros(heads * ambient_dim * field_size)
     for index, part in ((bins, 1 - share), ((bins + 1).clamp(max=field_size - 1), share)):
-        mass = mass.index_add(0, (column * field_size + index).flatten(), part.flatten())
-    mean = mass / max(1, len(position))
+        where = (column * field_size + index).flatten()
+        mass = mass.index_add(0, where, (weight * part).flatten())
+    mean = mass / weight.sum().clamp(min=1)
     # An empty bin has no part in the sum, and no infinite slope.
     logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
     return (mean * logs).sum() / max(1, heads * ambient_dim)
@@ -77,9 +79,8 @@ def distant_tokens(
     if attention_mask is None:
         return _leading(mask, length).expand(batch, -1)
     real = attention_mask.bool()
-    counts = [_num_distant(mask, int(count)) for count in real.sum(1).tolist()]
-    limit = torch.tensor(counts, device=real.device)[:, None]
-    return real & (real.cumsum(1) <= limit)
+    after = F.pad(mask.boundaries(length, real.device), (1, 0))  # n by the number of real tokens
+    return real & (real.cumsum(1) <= after[real.sum(1)].unsqueeze(1))
 
 
 def routing_balance_loss(
@@ -95,9 +96,5 @@ def routing_balance_loss(
     return balance_loss(address.bin_position, mask.geometry.field_size, distant)
 
 
-def _num_distant(mask: SMatMask, length: int) -> int:
-    return mask.schedule.boundary_at(length - 1) if length > 0 else 0
-
-
 def _leading(mask: SMatMask, length: int) -> Tensor:
-    return torch.arange(length) < _num_distant(mask, length)
+    return torch.arange(length) < mask.schedule.boundary_at(length - 1)

@@ -232,6 +232,30 @@ def test_each_length_may_have_its_own_geometry(kind):
         assert_equals_definition(memory, tokens, mask, span)
 
 
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_half_precision_goes_through_with_gradients(kind):
+    memory = make(kind, MASKS["plane"]).bfloat16()
+    tokens = {name: x.bfloat16() for name, x in tokens_for(kind).items()}
+    tokens["log_decay"] = tokens["log_decay"].float()
+    span = Span(BATCH, LENGTH, CPU, use_cache=True)
+    out, state = call(memory, tokens, span)
+    assert out.dtype == torch.bfloat16
+    assert state is not None
+    (out.float().square().sum() + memory.balance_loss).backward()
+    assert all(p.grad.isfinite().all() for p in memory.parameters())
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_parameters_are_drawn_after_the_meta_device(kind):
+    with torch.device("meta"):
+        memory = kind(HIDDEN, HEADS, MASKS["plane"])
+    memory.to_empty(device="cpu")
+    for parameter in memory.parameters():
+        torch.nn.init.constant_(parameter, torch.nan)
+    memory.reset_parameters()
+    assert all(p.isfinite().all() for p in memory.parameters())
+
+
 def test_what_does_not_fit_is_refused():
     additive, tokens = make(ProfileMemory, MASKS["plane"]), tokens_for(ProfileMemory)
     given = [tokens[name] for name in ("hidden", "q", "k", "v", "log_decay")]
