@@ -38,7 +38,7 @@ class SMatState(StateTables):
 
     Fixed boundary: B + 1 states once it is passed, profile states before it. Boundary that moves:
     the type table U, the next one while it is built, two profile tables Delta and two recurrent
-    states R. Nothing grows with the number of tokens.
+    states R. Nothing grows with the number of tokens but a list of two integers a boundary.
 
     Paper: U = ``type_table``; Delta_old, Delta_cur = ``profile_table``; R_old, R_cur = ``recent``.
     """
