@@ -1,8 +1,42 @@
-"""Profile memories one token at a time, as the appendix defines them; nothing of the fast path."""
+"""Memories to test, and what they are one token at a time, as the appendix defines them."""
 
 import torch
 
+from smat.layers.span import Span
+from smat.layers.transported_memory import TransportedMemory
+from smat.masks import SMatMask
 from smat.ops.recurrent_reference import transition_reference
+
+BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 24, 5, 2, 3, 2
+CPU = torch.device("cpu")
+
+
+def quietly(mask, **changes):
+    """Change a mask without the warning that masks of few tokens give."""
+    return SMatMask.from_dict(mask.to_dict() | changes)
+
+
+def make(kind, mask, **options):
+    """Make a memory in fp64 whose gates stand open to different degrees."""
+    torch.manual_seed(0)
+    memory = kind(HIDDEN, HEADS, mask, **options).double()
+    for gate in (memory.read_gate, getattr(memory, "write_gate", None)):
+        if gate is not None:
+            torch.nn.init.normal_(gate.linear.bias)
+    return memory
+
+
+def tokens_for(kind, seed=0, batch=BATCH, length=LENGTH):
+    """Draw what a kind of memory takes."""
+    normalised = kind is TransportedMemory
+    return draw_tokens(batch, length, HIDDEN, HEADS, KEY, VALUE, seed, normalised)
+
+
+def call(memory, tokens, span=None):
+    """Call a memory as its backbone would."""
+    beta = tokens["beta"] if isinstance(memory, TransportedMemory) else None
+    given = (tokens[name] for name in ("hidden", "q", "k", "v", "log_decay"))
+    return memory(*given, beta, span)
 
 
 def draw_tokens(batch, length, hidden, heads, key_dim, value_dim, seed=0, normalised=False):
@@ -74,3 +108,35 @@ def read(table, incidence, query, reads, t):
         weight = reads.read_weight[:, t, :, choice, None]
         out = out + weight * torch.einsum("bhk,bhkv->bhv", query, own[:, :, 0])
     return out
+
+
+def define(memory, tokens, mask):
+    """Compute what a memory should give from its own routing decisions."""
+    route = memory.route(tokens["hidden"], mask, Span(*tokens["k"].shape[:2], CPU), None)
+    weight, mask = route.address.ste_weight, memory.routing.read_mask(mask)
+    if isinstance(memory, TransportedMemory):
+        return transported_reads(tokens, weight, route.address.profile, route.reads, mask)
+    weight = weight * memory.write_gate(tokens["hidden"])
+    return additive_reads(tokens, weight, route.address.profile, route.reads, mask)
+
+
+def differentiate(out, memory, tokens):
+    """Return the gradients of a random weighting, by name."""
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    named = {**tokens, **dict(memory.named_parameters())}
+    found = torch.autograd.grad(out, list(named.values()), weight, allow_unused=True)
+    return {
+        name: torch.zeros_like(x) if grad is None else grad
+        for (name, x), grad in zip(named.items(), found, strict=True)
+    }
+
+
+def assert_equals_definition(memory, tokens, mask, span=None):
+    """Compare values and all gradients, and return the gradients by name."""
+    tokens = {name: x.clone().requires_grad_() for name, x in tokens.items()}
+    found, expected = call(memory, tokens, span)[0], define(memory, tokens, mask)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    found, expected = (differentiate(out, memory, tokens) for out in (found, expected))
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-10, msg=name)
+    return found

@@ -14,71 +14,30 @@ from smat.layers.transported_memory import TransportedMemory
 from smat.masks import SMatMask, doubling, kept, none, window
 from smat.ops import smat_attention
 from smat.ops.recurrent_reference import decay_reference, delta_rule_reference
-from tests.layers.memory_definition import additive_reads, draw_tokens, transported_reads
+from tests.layers.memory_definition import (
+    BATCH,
+    CPU,
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    assert_equals_definition,
+    call,
+    define,
+    make,
+    quietly,
+    tokens_for,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
-BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 24, 5, 2, 3, 2
 MASKS = {
-    "plane": SMatMask.from_dict(SMatMask(24, 1, 4).to_dict() | {"vc_dim": 3, "field_size": 3}),
-    "line": SMatMask.from_dict(SMatMask(24, 1, 4).to_dict() | {"vc_dim": 2, "field_size": 3}),
+    "plane": quietly(SMatMask(24, 1, 4), vc_dim=3, field_size=3),
+    "line": quietly(SMatMask(24, 1, 4), vc_dim=2, field_size=3),
     "one point": SMatMask(24, 1, 4, boundary=kept(11)),
 }
-CPU = torch.device("cpu")
 
 
 def moving(boundary):
     return SMatMask(24, 3, chunk_size=4, field_size=3, boundary=boundary)
-
-
-def make(kind, mask, seed=0, **options):
-    torch.manual_seed(seed)
-    memory = kind(HIDDEN, HEADS, mask, **options).double()
-    for gate in (memory.read_gate, getattr(memory, "write_gate", None)):
-        if gate is not None:
-            torch.nn.init.normal_(gate.linear.bias)
-    return memory
-
-
-def call(memory, tokens, span=None):
-    beta = tokens["beta"] if isinstance(memory, TransportedMemory) else None
-    given = (tokens[name] for name in ("hidden", "q", "k", "v", "log_decay"))
-    return memory(*given, beta, span)
-
-
-def define(memory, tokens, mask):
-    """Compute what a memory should give from its own routing decisions."""
-    route = memory.route(tokens["hidden"], mask, Span(*tokens["k"].shape[:2], CPU), None)
-    weight, mask = route.address.ste_weight, memory.routing.read_mask(mask)
-    if isinstance(memory, TransportedMemory):
-        return transported_reads(tokens, weight, route.address.profile, route.reads, mask)
-    weight = weight * memory.write_gate(tokens["hidden"])
-    return additive_reads(tokens, weight, route.address.profile, route.reads, mask)
-
-
-def tokens_for(kind, seed=0, batch=BATCH, length=LENGTH):
-    normalised = kind is TransportedMemory
-    return draw_tokens(batch, length, HIDDEN, HEADS, KEY, VALUE, seed, normalised)
-
-
-def differentiate(out, memory, tokens):
-    """Return the gradients of a random weighting, by name."""
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    named = {**tokens, **dict(memory.named_parameters())}
-    found = torch.autograd.grad(out, list(named.values()), weight, allow_unused=True)
-    return {
-        name: torch.zeros_like(x) if grad is None else grad
-        for (name, x), grad in zip(named.items(), found, strict=True)
-    }
-
-
-def assert_equals_definition(memory, tokens, mask, span=None):
-    tokens = {name: x.clone().requires_grad_() for name, x in tokens.items()}
-    found, expected = call(memory, tokens, span)[0], define(memory, tokens, mask)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    found, expected = (differentiate(out, memory, tokens) for out in (found, expected))
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=1e-10, atol=1e-10, msg=name)
-    return found
 
 
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])

@@ -10,16 +10,11 @@ from smat.layers.routing import SELECTORS
 from smat.layers.span import MixerCache, Span
 from smat.layers.transported_memory import TransportedMemory
 from smat.masks import SMatMask, kept, window
-from tests.layers.memory_definition import draw_tokens
+from tests.layers.memory_definition import CPU, call, make, quietly
+from tests.layers.memory_definition import tokens_for as draw
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
-BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 22, 5, 2, 3, 2
-CPU = torch.device("cpu")
-
-
-def quietly(mask, **changes):
-    """Change a mask without the warning that masks of few tokens give."""
-    return SMatMask.from_dict(mask.to_dict() | changes)
+LENGTH = 22  # short of the masks' horizon
 
 
 MASKS = {
@@ -36,22 +31,8 @@ CASES = [
 ]
 
 
-def make(kind, mask, **options):
-    torch.manual_seed(0)
-    memory = kind(HIDDEN, HEADS, mask, **options).double()
-    torch.nn.init.normal_(memory.read_gate.linear.bias)
-    return memory
-
-
-def tokens_for(kind, batch=BATCH, length=LENGTH, seed=0):
-    normalised = kind is TransportedMemory
-    return draw_tokens(batch, length, HIDDEN, HEADS, KEY, VALUE, seed, normalised)
-
-
-def call(memory, tokens, span=None):
-    beta = tokens["beta"] if isinstance(memory, TransportedMemory) else None
-    given = (tokens[name] for name in ("hidden", "q", "k", "v", "log_decay"))
-    return memory(*given, beta, span)
+def tokens_for(kind, batch=2, length=LENGTH):
+    return draw(kind, batch=batch, length=length)
 
 
 def cut(tokens, start, stop):
