@@ -1,5 +1,6 @@
 """Layers: what owns parameters and mixes tokens."""
 
+from smat.layers.content_routing import ContentRouting
 from smat.layers.gated_deltanet import DeltaNet, GatedDeltaNet
 from smat.layers.hashed_routing import Assignment, HashedRouting, PositionalRouting, Routing
 from smat.layers.log_linear import LogLinearGatedDeltaNet, LogLinearMamba2
@@ -11,6 +12,7 @@ from smat.layers.span import MixerCache, Span
 
 __all__ = [
     "Assignment",
+    "ContentRouting",
     "DeltaNet",
     "DistantMemory",
     "GatedDeltaNet",

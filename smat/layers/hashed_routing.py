@@ -18,8 +18,9 @@ class Assignment(NamedTuple):
     """Where tokens write and which type they read; None leaves it to their position."""
 
     profile: Tensor | None = None  # (B, T, H)
-    query_type: Tensor | None = None  # (B, T, H)
+    query_type: Tensor | None = None  # (B, T, H), or (B, T, H, k) with read weights
     write_weight: Tensor | None = None  # (B, T, H), the straight-through weight of a learned hash
+    read_weight: Tensor | None = None  # (B, T, H, k)
 
 
 class Routing(Protocol):
@@ -37,7 +38,7 @@ class PositionalRouting(nn.Module):
 
     >>> span = Span(1, 3, torch.device("cpu"))
     >>> PositionalRouting()(torch.randn(1, 3, 8), SMatMask(64, 2), span)
-    (Assignment(profile=None, query_type=None, write_weight=None), None)
+    (Assignment(profile=None, query_type=None, write_weight=None, read_weight=None), None)
     """
 
     def read_mask(self, mask: SMatMask) -> SMatMask:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smat.layers.content_routing import attend_reads
 from smat.layers.hashed_routing import PositionalRouting, Routing
 from smat.layers.mamba2 import decode
 from smat.layers.mixer import Mixer
@@ -55,8 +56,8 @@ class SMatAttention(Mixer):
         decay_gate: A scalar decay a head, a = exp(-A softplus(W x + dt_bias)), as Mamba-2 has.
         key_gate: h = sigmoid(W x), which scales what a token writes.
         output_gate, output_norm: RMSNorm(y) SiLU(W x) per head, either or both.
-        routing: Who writes where and reads what: positions unless given, `HashedRouting`, or any
-            module with its two methods.
+        routing: Who writes where and reads what: positions unless given, `HashedRouting`,
+            `ContentRouting`, or any module with their two methods.
     """
 
     packs_natively = True
@@ -156,19 +157,24 @@ class SMatAttention(Mixer):
         q, k = self.q_norm(q), self.k_norm(k)
         mask = self.mask_for(span.length)
         assignment, route = self.routing(x, mask, span)
-        gates = {**self._gates(x), **assignment._asdict()}
-        state = span.part("state")
+        gates, state = self._gates(x), span.part("state")
         if state is not None:
-            y, state = decode(state, q, k, v, span, **gates)
+            y, state = decode(state, q, k, v, span, **gates, **assignment._asdict())
+            return y, state, route
+        gates["feature_map"] = self.feature_map
+        mask, normalize = self.routing.read_mask(mask), self.normalize
+        if assignment.read_weight is not None:
+            y, state = attend_reads(q, k, v, mask, assignment, span, normalize=normalize, **gates)
             return y, state, route
         y, state = smat_attention(
-            q, k, v, self.routing.read_mask(mask), feature_map=self.feature_map,
-            normalize=self.normalize, attention_mask=span.real, cu_seqlens=span.cu_seqlens,
+            q, k, v, mask, normalize=normalize, profile=assignment.profile,
+            query_type=assignment.query_type, write_weight=assignment.write_weight,
+            attention_mask=span.real, cu_seqlens=span.cu_seqlens,
             output_final_state=span.use_cache, **gates,
         )  # fmt: skip
         return y, state, route
 
-    def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
+    def _gates(self, x: Tensor) -> dict[str, Any]:
         log_decay = None
         if self.a_proj is not None:
             _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)

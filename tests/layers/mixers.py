@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 import smat
 from smat.layers import (
+    ContentRouting,
     DeltaNet,
     GatedDeltaNet,
     HashedRouting,
@@ -16,6 +17,9 @@ from smat.layers import (
     SMatAttention,
     SoftmaxAttention,
 )
+from smat.layers.profile_memory import ProfileMemory
+from smat.layers.routing import LearnedRouting
+from smat.layers.transported_memory import TransportedMemory
 
 HIDDEN, VOCAB, HORIZON = 12, 7, 22
 WINDOW = smat.window(step=4)
@@ -41,6 +45,16 @@ def hashed(**options):
     return HashedRouting(VOCAB, 2, **options)
 
 
+def content(selector):
+    geometry = smat.Geometry(3, 3)
+    return ContentRouting(LearnedRouting(HIDDEN, 2, geometry, selector=selector, num_reads=2))
+
+
+def distant(kind, num_heads, boundary):
+    mask = smat.SMatMask(HORIZON, 3, 4, field_size=3, boundary=boundary)
+    return kind(HIDDEN, num_heads, mask, num_reads=2)
+
+
 MAMBA = {"state_dim": 3, "head_dim": 6, "num_groups": 2}
 DELTA = {"num_heads": 2, "head_dim": 4}
 EVERY_GATE = {"decay_gate": True, "key_gate": True, "output_gate": True, "output_norm": True}
@@ -57,6 +71,15 @@ LAYERS = {
         HIDDEN, **DELTA, memory=CountingMemory(smat.kept(8))
     ),
     "deltanet": lambda: DeltaNet(HIDDEN, **DELTA, allow_neg_eigval=True),
+    "routed mamba2": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.kept(8))
+    ),
+    "routed mamba2 window": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW)
+    ),
+    "routed deltanet": lambda: GatedDeltaNet(
+        HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.kept(8))
+    ),
     "log-linear mamba2": lambda: LogLinearMamba2(HIDDEN, **MAMBA, num_levels=4),
     "log-linear deltanet": lambda: LogLinearGatedDeltaNet(HIDDEN, **DELTA, num_levels=7),
     "linear attention": lambda: smat_layer(vc_dim=1, field_size=None, feature_dim=9),
@@ -66,8 +89,14 @@ LAYERS = {
     "smat favor": lambda: smat_layer(feature_map="favor", feature_dim=8, output_norm=True),
     "smat hashed": lambda: smat_layer(routing=hashed(write_lag=1, num_keys=2), conv_size=3),
     "smat bucketed": lambda: smat_layer(routing=hashed(point_read=True)),
+    "smat content": lambda: smat_layer(routing=content("top_types"), decay_gate=True),
+    "smat content hyperplane": lambda: smat_layer(routing=content("own_hyperplane")),
+    "smat content bucket": lambda: smat_layer(routing=content("own_cell"), normalize=False),
     "smat hashed direction": lambda: smat_layer(routing=hashed(), decay_gate=True),
 }
+
+# Their gradient is that of a surrogate, and rounding can move a token to another cell.
+STRAIGHT_THROUGH = {name for name in LAYERS if name.startswith(("smat content", "routed"))}
 
 
 def make(name, dtype=torch.float64, seed=0):

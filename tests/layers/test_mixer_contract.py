@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from smat.layers import MixerCache, SMatAttention
-from tests.layers.mixers import HIDDEN, LAYERS, make, relative_rms, tokens, unpacked
+from tests.layers.mixers import (
+    HIDDEN,
+    LAYERS,
+    STRAIGHT_THROUGH,
+    make,
+    relative_rms,
+    tokens,
+    unpacked,
+)
 
 each_layer = pytest.mark.parametrize("name", LAYERS)
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
@@ -144,7 +152,7 @@ def test_parameters_are_drawn_again_after_the_meta_device(name):
     assert marked == again >= {key for key in first if key in ("A_log", "dt_bias", "D")}
 
 
-@each_layer
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in STRAIGHT_THROUGH])
 def test_gradients_agree_with_differences(name):
     layer = make(name)
     x, ids = tokens(1, 11)
@@ -171,7 +179,7 @@ def test_half_precision_stays_near_full_precision(name, autocast):
         out, _, cache = layer(x, use_cache=True, token_ids=ids)
         step, _ = layer.step(x[:, -1], cache, token_ids=ids[:, -1])
     assert out.dtype == step.dtype == torch.bfloat16
-    assert relative_rms(out, expected) < 0.05
+    assert relative_rms(out, expected) < (0.5 if name in STRAIGHT_THROUGH else 0.05)
     out.float().square().sum().backward()
     assert torch.isfinite(x.grad).all()
 

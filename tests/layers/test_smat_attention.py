@@ -78,6 +78,46 @@ def test_a_bucketed_query_sees_its_own_cell_alone():
     assert relative_rms(layer(x, token_ids=ids)[0], layer.o_proj(y.flatten(-2))) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["smat content", "smat content hyperplane"])
+def test_learned_routing_equals_its_dense_form_with_every_gradient(name):
+    layer = make(name)
+    x, _ = tokens(2, HORIZON)
+    mask, n = layer.recipe, layer.recipe.num_distant
+    q, k, v = project(layer, x)
+    phi, psi = F.elu(q) + 1, F.elu(k) + 1
+    address, reads = layer.routing.learned(x, mask.geometry)
+    seen = torch.ones(HORIZON, HORIZON, dtype=torch.float64).tril().repeat(2, 2, 1, 1)
+    seen[:, :, n:, :n] = 0
+    for query_type, weight in zip(
+        reads.query_type.unbind(-1), reads.read_weight.unbind(-1), strict=True
+    ):
+        far = mask.dense(profile=address.profile, query_type=query_type).double()
+        far = (
+            far
+            * weight.transpose(1, 2).unsqueeze(-1)
+            * address.ste_weight.transpose(1, 2).unsqueeze(2)
+        )
+        seen = seen + F.pad(far[:, :, n:, :n], (0, HORIZON - n, n, 0))
+    if layer.a_proj is not None:
+        log_decay = -layer.A_log.exp() * F.softplus(layer.a_proj(x) + layer.dt_bias)
+        running = log_decay.cumsum(1).transpose(1, 2)
+        seen = seen * (running.unsqueeze(-1) - running.unsqueeze(-2)).clamp(max=0).exp()
+    weights = torch.einsum("bihk,bjhk->bhij", phi, psi) * seen
+    y = torch.einsum("bhij,bjhv->bihv", weights / weights.sum(-1, keepdim=True), v)
+    expected, found = layer.o_proj(y.flatten(-2)), layer(x)[0]
+    assert relative_rms(found, expected) < 1e-12
+    parameters = dict(layer.named_parameters())
+    probe = torch.randn_like(found)
+    grads = [
+        torch.autograd.grad((out * probe).sum(), parameters.values(), allow_unused=True)
+        for out in (found, expected)
+    ]
+    for key, one, other in zip(parameters, *grads, strict=True):
+        assert (one is None) == (other is None), key
+        assert one is None or (one - other).abs().max() < 1e-10, key
+    assert layer.routing.balance_loss >= 0
+
+
 def test_a_horizon_makes_short_inputs_leading_blocks():
     layer = make("smat gated")
     x, _ = tokens(1, HORIZON)
