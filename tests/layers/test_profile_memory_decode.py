@@ -125,6 +125,24 @@ def test_rows_of_different_lengths_go_on_each_from_its_end(kind, mask):
         assert_same(out, whole[row, at + offset])
 
 
+@pytest.mark.parametrize(("kind", "mask"), CASES)
+def test_pieces_with_padding_behind_them_give_the_whole(kind, mask):
+    memory, tokens = make(kind, mask), tokens_for(kind)
+    whole = call(memory, tokens)[0].detach()
+    state, at = None, torch.tensor([0, 0])
+    for lengths in ([5, 8], [1, 6], [9, 2], [7, 6]):
+        length = torch.tensor(lengths)
+        offset = torch.arange(max(lengths))
+        real = offset < length[:, None]
+        index = (at[:, None] + offset).clamp(max=LENGTH - 1)
+        piece = {name: x[torch.arange(2)[:, None], index] for name, x in tokens.items()}
+        out, state = go_on(memory, piece, state, real)
+        for row in range(2):
+            assert_same(out[row, : lengths[row]].detach(), whole[row, at[row] :][: lengths[row]])
+        assert not out[~real].any()
+        at = at + length
+
+
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
 def test_an_old_state_stays_valid_unless_it_was_given_away(kind):
     memory, tokens = make(kind, MASKS["kept"]), tokens_for(kind)
