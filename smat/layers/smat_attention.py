@@ -102,24 +102,28 @@ class SMatAttention(Mixer):
         self.routing: Routing = PositionalRouting() if routing is None else routing
         self.widths = [num_heads * key_dim, key_heads * key_dim, key_heads * head_dim]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-
-        def linear(width: int, wanted: bool = True) -> nn.Linear | None:
-            return nn.Linear(hidden_size, width, bias=False, **made) if wanted else None
-
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
         self.conv = ShortConvolution(sum(self.widths), conv_size, **made) if conv_size else None
         self.q_norm = RMSNorm(key_dim, **made) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(key_dim, **made) if qk_norm else nn.Identity()
-        self.h_proj = linear(key_heads, key_gate)
-        self.a_proj = linear(key_heads, decay_gate)
-        if decay_gate:
-            self.dt_bias = nn.Parameter(torch.empty(key_heads, **made))
-            self.A_log = nn.Parameter(torch.empty(key_heads, **made))
-        self.g_proj = linear(num_heads * head_dim, output_gate)
-        norm = NormThenGate if output_gate else RMSNorm
-        self.norm = norm(head_dim, **made) if output_norm else None
+        self._make_gates(decay_gate, key_gate, output_gate, output_norm, made)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False, **made)
         self.reset_parameters()
+
+    def _make_gates(
+        self, decay: bool, key: bool, output: bool, output_norm: bool, made: dict[str, Any]
+    ) -> None:
+        def linear(width: int, wanted: bool) -> nn.Linear | None:
+            return nn.Linear(self.hidden_size, width, bias=False, **made) if wanted else None
+
+        self.h_proj = linear(self.num_kv_heads, key)
+        self.a_proj = linear(self.num_kv_heads, decay)
+        if decay:
+            self.dt_bias = nn.Parameter(torch.empty(self.num_kv_heads, **made))
+            self.A_log = nn.Parameter(torch.empty(self.num_kv_heads, **made))
+        self.g_proj = linear(self.num_heads * self.head_dim, output)
+        norm = NormThenGate if output else RMSNorm
+        self.norm = norm(self.head_dim, **made) if output_norm else None
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
