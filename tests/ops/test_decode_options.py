@@ -64,7 +64,11 @@ def double_width(x):
     return torch.cat([x.relu(), (-x).relu()], -1) + 0.1
 
 
-@pytest.mark.parametrize("feature_map", ["relu", "identity", "favor", double_width], ids=["relu", "identity", "favor", "callable"])
+@pytest.mark.parametrize(
+    "feature_map",
+    ["relu", "identity", "favor", double_width],
+    ids=["relu", "identity", "favor", "callable"],
+)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_feature_maps(feature_map, normalize):
     mask = smat.SMatMask(97, 2, 8, boundary=smat.window(16))
