@@ -35,5 +35,12 @@ def isolated(function: Callable[Arguments, Result]) -> Callable[Arguments, Resul
             with torch.autocast(device, enabled=False):
                 return function(*args, **kwargs)
 
-    uncompiled: Callable[Arguments, Result] = torch.compiler.disable(run)
-    return uncompiled
+    @wraps(function)
+    def enter(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        # Only here, since it loads the compiler, which `import smat` must not.
+        uncompiled: Callable[Arguments, Result] = torch.compiler.disable(run)
+        return uncompiled(*args, **kwargs)
+
+    return enter
