@@ -27,8 +27,13 @@ class Grouping(Protocol):
 
     num_groups: int
 
-    def outer_sum(self, left: Tensor, right: Tensor, name: str = "outer_sum") -> Tensor:
-        """Sum left_t right_t' over each group, -> (N, groups, r, p), in scratch memory."""
+    def outer_sum(
+        self, left: Tensor, right: Tensor, name: str = "outer_sum", onto: Tensor | None = None
+    ) -> Tensor:
+        """Sum left_t right_t' over each group, -> (N, groups, r, p).
+
+        The sums are added to a table, or else come in scratch memory of the given name.
+        """
 
     def read(self, left: Tensor, table: Tensor) -> Tensor:
         """Contract each token's left vector with its group's state, -> (N, T, p)."""
@@ -66,11 +71,16 @@ class PeriodicGroups:
             grid.copy_(turns.transpose(0, 1))
         return grid.view(num_turns, -1, width).transpose(0, 1)
 
-    def outer_sum(self, left: Tensor, right: Tensor, name: str = "outer_sum") -> Tensor:
-        """Sum left_t right_t' over each group, -> (N, groups, r, p), in scratch memory."""
+    def outer_sum(
+        self, left: Tensor, right: Tensor, name: str = "outer_sum", onto: Tensor | None = None
+    ) -> Tensor:
+        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
+        by_group = self._grid(left, "left").mT, self._grid(right, "right")
+        if onto is not None:
+            onto.flatten(0, 1).baddbmm_(*by_group)
+            return onto
         shape = (len(left), self.num_groups, left.shape[-1], right.shape[-1])
         table = scratch(name, shape, left)
-        by_group = self._grid(left, "left").mT, self._grid(right, "right")
         torch.bmm(*by_group, out=table.flatten(0, 1))
         return table
 
@@ -113,16 +123,23 @@ class SortedGroups:
         counts = torch.bincount(self.entry, minlength=num_rows * num_groups)
         self.offsets = counts.cumsum(0) - counts
 
-    def outer_sum(self, left: Tensor, right: Tensor, name: str = "outer_sum") -> Tensor:
-        """Sum left_t right_t' over each group, -> (N, groups, r, p), in scratch memory."""
+    def outer_sum(
+        self, left: Tensor, right: Tensor, name: str = "outer_sum", onto: Tensor | None = None
+    ) -> Tensor:
+        """Sum left_t right_t' over each group, -> (N, groups, r, p)."""
         weights = left.flatten(0, 1)[self.order].T.contiguous()
         values = right.flatten(0, 1).contiguous()
-        table = scratch(name, (len(self.offsets), len(weights), values.shape[-1]), left)
+        table = onto
+        if table is None:
+            shape = (len(left), self.num_groups, len(weights), values.shape[-1])
+            table = scratch(name, shape, left)
+        by_entry = table.flatten(0, 1)
         for feature, weight in enumerate(weights):
-            table[:, feature] = F.embedding_bag(
+            sums = F.embedding_bag(
                 self.order, values, self.offsets, mode="sum", per_sample_weights=weight
             )
-        return table.view(len(left), self.num_groups, *table.shape[1:])
+            by_entry[:, feature] = sums if onto is None else by_entry[:, feature] + sums
+        return table
 
     def _samples(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """List, for every token in sorted order, the rows of its state: one for each feature."""

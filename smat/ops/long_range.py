@@ -1,7 +1,7 @@
 """The long-range branch: pool by profile, tabulate, read by type (equation 6, adjoint 11).
 
-The boundary may move: whenever it does, the keys that become distant are pooled and folded into
-the type table, ``U <- decay U + C pool(new keys)``. A boundary that stays is the case of one fold.
+The boundary may move: whenever it does, the keys that become distant are pooled on top of those
+before them, and the type table is made anew. A boundary that stays is the case of one fold.
 
 With gates, a key is pooled with exp(lambda_n - lambda_j) and a query reads with
 exp(lambda_i - lambda_n), n the boundary: both are at most 1 (lemma "Gated SMat").
@@ -227,12 +227,12 @@ class LongRangeBranch:
             asked, grad = phi[stop], grad_y[stop]
             for head in range(asked.shape[1] if asked.shape[2] else 0):
                 queries = self.routing.queries(segment, head, len(asked))
-                name = "grad_table" if grad_table is None else "wanted"
-                wanted = queries.outer_sum(asked[:, head, :, features], grad[:, head], name)
-                grad_table = wanted if grad_table is None else grad_table.add_(wanted)
+                grad_table = queries.outer_sum(
+                    asked[:, head, :, features], grad[:, head], "grad_table", grad_table
+                )
             if grad_table is None:  # no query from here on
                 continue
-            grad_pooled = self._transform(backproject_tables, grad_table, "pooled")
+            grad_pooled = self._transform(backproject_tables, grad_table, "grad_pooled")
             keys, span = self.routing.keys(start, stop), slice(start, stop)
             grad_psi = keys.read_left(self.v[:, span], grad_pooled)
             if self.decay is not None:
@@ -242,22 +242,18 @@ class LongRangeBranch:
             grads.v[:, span] += keys.read(self._at_boundary(start, stop, features), grad_pooled)
 
     def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
-        """Give every segment its type table: U <- decay U + C F, F of the newly distant keys."""
-        table: Tensor | None = None
+        """Give every segment its type table U = C F, F <- decay F + the newly distant keys."""
+        pooled: Tensor | None = None
         start = 0
-        for turn, segment in enumerate(self.routing.folds()):
+        for segment in self.routing.folds():
             stop = segment.boundary
-            keys = self.routing.keys(start, stop)
-            pooled = keys.outer_sum(self._at_boundary(start, stop, features), self.v[:, start:stop])
-            # Two buffers take turns: the table before the fold is still needed.
-            name = f"type_table_{turn % 2}"
-            folded = self._transform(tabulate_tables, pooled, name)
-            if table is not None:
-                if self.decay is not None:
-                    table *= self._between_boundaries(self.decay, start, stop)
-                folded += table
-            table, start = folded, stop
-            yield segment, table
+            if pooled is not None and self.decay is not None:
+                pooled *= self._between_boundaries(self.decay, start, stop)
+            pooled = self.routing.keys(start, stop).outer_sum(
+                self._at_boundary(start, stop, features), self.v[:, start:stop], "pooled", pooled
+            )
+            start = stop
+            yield segment, self._transform(tabulate_tables, pooled, "type_table")
 
     def _transform(self, transform: Callable[..., Tensor], table: Tensor, name: str) -> Tensor:
         """Tabulate or back-project (N, ., r, p) tables, into scratch memory."""
@@ -297,6 +293,6 @@ class LongRangeBranch:
         return decay.between(after, boundary, self.psi.dtype)[:, None, :, None]
 
     def _between_boundaries(self, decay: LogDecay, earlier: int, later: int) -> Tensor:
-        """What a move of the boundary leaves of the type table, (N, 1, 1, 1)."""
+        """What a move of the boundary leaves of what was pooled before, (N, 1, 1, 1)."""
         edge = torch.tensor([later, earlier], device=self.psi.device)
         return decay.between(edge[0], edge[1], self.psi.dtype).view(-1, 1, 1, 1)
