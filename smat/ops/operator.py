@@ -13,6 +13,7 @@ from smat.masks import SMatMask
 from smat.ops.arguments import check_values
 from smat.ops.attention import smat_backward, smat_forward
 from smat.ops.rows import Inputs
+from smat.ops.workspace import keep_freed_pages
 
 
 @lru_cache(maxsize=256)
@@ -48,6 +49,7 @@ def attend(
     )  # fmt: skip
     inputs = _inputs(tensors, mask, feature_map, normalize, branch)
     check_values(log_decay, profile, query_type, cu_seqlens, positions, inputs.mask, k.shape[1])
+    keep_freed_pages()
     with torch.autocast(q.device.type, enabled=False):  # sums keep the dtype that the op chose
         return smat_forward(inputs)
 
@@ -84,6 +86,7 @@ def attend_backward(
         q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
     )  # fmt: skip
     inputs = _inputs(tensors, mask, feature_map, normalize, branch)
+    keep_freed_pages()
     with torch.autocast(q.device.type, enabled=False):
         return list(smat_backward(inputs, grad_out, out, normalizer).values())
 

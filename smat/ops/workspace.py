@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
 
 KEPT_BYTES = 32 << 20
+LARGEST_HEAP_BLOCK = 31 << 20  # just under the size at which malloc stops to adapt
 
 
 class _Kept(threading.local):
@@ -44,6 +46,18 @@ def scratch(name: str, shape: Sequence[int], like: Tensor) -> Tensor:
             buffer = torch.empty(size, dtype=like.dtype)
         _kept.buffers[name, like.dtype] = buffer
     return buffer[:size].view(*shape)
+
+
+@cache
+def keep_freed_pages() -> None:
+    """Let malloc keep the pages of temporaries that were freed, once a process.
+
+    glibc serves a block from its heap, and keeps it there when it is freed, if a block of that size
+    was freed before; until then every temporary of a few megabytes comes from the system, page by
+    page, and goes back. Freeing one untouched block teaches it. At most twice its size stays with
+    the process. Allocators that do not learn this way take no notice.
+    """
+    torch.empty(LARGEST_HEAP_BLOCK, dtype=torch.uint8)
 
 
 def release_scratch() -> int:
