@@ -69,7 +69,14 @@ def reference_attention(
 
 
 def _features(feature_map: FeatureMap, x: Tensor) -> Tensor:
-    return _FEATURE_MAPS[feature_map](x) if isinstance(feature_map, str) else feature_map(x)
+    if callable(feature_map):
+        return feature_map(x)
+    if feature_map not in _FEATURE_MAPS:
+        raise ValueError(
+            f"the oracle knows {', '.join(_FEATURE_MAPS)}; pass any other map itself, "
+            f"got {feature_map!r}"
+        )
+    return _FEATURE_MAPS[feature_map](x)
 
 
 def _sequences(

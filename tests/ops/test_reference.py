@@ -106,3 +106,9 @@ def test_a_row_that_sees_nothing_gives_zero_with_finite_gradients():
     assert not out.any()
     for grad in torch.autograd.grad(out.sum(), list(leaves.values())):
         assert grad.isfinite().all()
+
+
+def test_an_unknown_feature_map_is_named():
+    x = torch.ones(1, 4, 1, 2)
+    with pytest.raises(ValueError, match="elu, relu, identity.*'favor'"):
+        smat.reference_attention(x, x, x, smat.SMatMask(4, 1), feature_map="favor")
