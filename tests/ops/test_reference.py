@@ -110,5 +110,5 @@ def test_a_row_that_sees_nothing_gives_zero_with_finite_gradients():
 
 def test_an_unknown_feature_map_is_named():
     x = torch.ones(1, 4, 1, 2)
-    with pytest.raises(ValueError, match="elu, relu, identity.*'favor'"):
+    with pytest.raises(ValueError, match=r"elu, relu, identity.*'favor'"):
         smat.reference_attention(x, x, x, smat.SMatMask(4, 1), feature_map="favor")
