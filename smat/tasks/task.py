@@ -1,0 +1,97 @@
+"""What every task gives: examples from a seed, the rows that count, a loss and the paper's metric."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Examples of one load.
+
+    Attributes:
+        inputs: Keyword arguments of the model, such as token_ids (B, T) or payload (B, T, k).
+        rows: (B, R) positions whose outputs the loss and the metric need; others are not computed.
+        targets: (B, R, ...) what is right there.
+        cell: The load that the examples belong to, where a task has several.
+    """
+
+    inputs: dict[str, Tensor]
+    rows: Tensor
+    targets: Tensor
+    cell: str = ""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Return the batch on a device."""
+        inputs = {name: x.to(device) for name, x in self.inputs.items()}
+        return Batch(inputs, self.rows.to(device), self.targets.to(device), self.cell)
+
+
+class Task(Protocol):
+    """A task is a frozen dataclass of plain fields, which are its whole configuration.
+
+    Batches are functions of their arguments: the same step and seed give the same examples bit for
+    bit, so an interrupted run needs no data state to go on.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are 0 .. vocab_size - 1; 0 if the task has no tokens."""
+
+    @property
+    def payload_dim(self) -> int:
+        """The width of the payload at a position; 0 if there is none."""
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence."""
+
+    @property
+    def num_outputs(self) -> int:
+        """The width of the model's output at a row."""
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        """Make the batch of a training step."""
+
+    def steps_per_epoch(self, batch_size: int) -> int | None:
+        """Count the steps of an epoch, or None if examples are always fresh."""
+
+    def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
+        """Make held-out batches; split is "validation" or "test"."""
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the training loss of outputs (B, R, num_outputs)."""
+
+    def score(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the paper's metric an example, (B,), or a query, (B, R), between 0 and 1."""
+
+    def controls(self) -> dict[str, float]:
+        """Return what needs no training to know: ceilings, constant predictors, majorities."""
+
+    def describe(self) -> str:
+        """Describe the task in a paragraph for the report."""
+
+
+def seed_of(*parts: str | int) -> int:
+    """Derive a seed from names and numbers, the same on every machine.
+
+    >>> seed_of("mqar", 0, "train", 17) == seed_of("mqar", 0, "train", 17)
+    True
+    >>> seed_of("mqar", 0, "train", 17) == seed_of("mqar", 0, "train", 18)
+    False
+    """
+    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def generator_of(*parts: str | int) -> torch.Generator:
+    """Return a random generator seeded by names and numbers."""
+    return torch.Generator().manual_seed(seed_of(*parts))
