@@ -1,4 +1,4 @@
-"""What every task gives: examples from a seed, the rows that count, a loss and the paper's metric."""
+"""What every task gives: examples from a seed, rows that count, a loss and the paper's metric."""
 
 from __future__ import annotations
 
