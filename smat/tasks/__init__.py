@@ -1,5 +1,6 @@
 """Tasks of the paper: examples, the rows that count, losses and metrics."""
 
+from smat.tasks.multi_key_recall import MultiKeyRecall
 from smat.tasks.task import Batch, Task, generator_of, seed_of
 
-__all__ = ["Batch", "Task", "generator_of", "seed_of"]
+__all__ = ["Batch", "MultiKeyRecall", "Task", "generator_of", "seed_of"]
