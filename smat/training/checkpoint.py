@@ -1,0 +1,108 @@
+"""Checkpoints that outlive a kill: written whole, checked when read, the one before kept."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smat.extras import require
+from smat.training.files import write_atomically
+
+CURRENT = "checkpoint.pt"
+PREVIOUS = "checkpoint.previous.pt"
+WEIGHTS = "weights.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A folder's checkpoints are damaged."""
+
+
+def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a checkpoint; the one before it stays until the new one is whole, and beside it."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    write_atomically(folder / CURRENT, buffer.getvalue(), keep_as=folder / PREVIOUS)
+
+
+def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the newest whole checkpoint, or None, and what to tell if a newer one is damaged."""
+    damage: list[str] = []
+    for path in (folder / CURRENT, folder / PREVIOUS):
+        if not path.exists():
+            continue
+        try:
+            state = _read(path)
+        except CheckpointError as error:
+            damage.append(str(error))
+            continue
+        if not damage:
+            return state, None
+        return state, f"{damage[0]}; going on from {path.name}, step {state['step']}"
+    if damage:
+        files = " ".join(str(path) for path in _files(folder) if path.exists())
+        raise CheckpointError(
+            f"{'; '.join(damage)}; no whole checkpoint is left, so to start this run anew: "
+            f"rm {files}"
+        )
+    return None, None
+
+
+def remove_checkpoints(folder: Path) -> None:
+    """Delete the checkpoints of a finished run."""
+    for path in _files(folder):
+        path.unlink(missing_ok=True)
+
+
+def save_weights(folder: Path, model: nn.Module) -> None:
+    """Write final weights as safetensors; tied weights are written under each of their names."""
+    safetensors = require("safetensors.torch", extra="train")
+    weights = {name: weight.detach().cpu().clone() for name, weight in _tensors(model).items()}
+    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+    write_atomically(folder / WEIGHTS, safetensors.save(contiguous))
+
+
+def load_weights(folder: Path) -> dict[str, Tensor]:
+    """Read what `save_weights` wrote, for `load_state_dict`."""
+    return require("safetensors.torch", extra="train").load_file(folder / WEIGHTS)
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    """Collect the states of the random generators that a model may draw from."""
+    state = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Put random generators back; a device that was not used before keeps its own state."""
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Read a checkpoint; checksums tell a flipped bit, which unpickling would let through."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise CheckpointError(f"checkpoint {path} is damaged ({damaged} has changed)")
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, EOFError, RuntimeError, KeyError, NotImplementedError) as error:
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(f"checkpoint {path} is damaged ({reason})") from error
+
+
+def _files(folder: Path) -> tuple[Path, ...]:
+    return tuple(folder / name for name in (CURRENT, PREVIOUS, f".{CURRENT}.tmp"))
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}

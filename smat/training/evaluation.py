@@ -1,0 +1,68 @@
+"""The paper's metric of a model on held-out examples, load by load."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smat.tasks.task import Batch, Task
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model reaches: accuracies in %, and the mean loss an example.
+
+    Attributes:
+        accuracy: The mean over cells of each cell's mean score.
+        by_cell: The mean score of each load.
+        loss: The mean over examples.
+    """
+
+    accuracy: float
+    by_cell: dict[str, float]
+    loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    *,
+    seed: int,
+    split: str = "test",
+    device: torch.device | str = "cpu",
+    context: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Evaluation:
+    """Score a model on a split; the model is in evaluation mode meanwhile.
+
+    `context` surrounds each forward pass, for example with autocast.
+    """
+    scores: dict[str, list[Tensor]] = defaultdict(list)
+    losses: list[Tensor] = []
+    num_examples = 0
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in task.eval_batches(seed, split):
+            batch = batch.to(device)
+            with context():
+                outputs = model(rows=batch.rows, **batch.inputs).float()
+            scores[batch.cell].append(task.score(outputs, batch).double().flatten())
+            losses.append(task.loss(outputs, batch).double() * _size(batch))
+            num_examples += _size(batch)
+    finally:
+        model.train(was_training)
+    if not losses:
+        raise ValueError(f"task {task.name} has no examples in split {split!r}")
+    by_cell = {cell: 100 * torch.cat(found).mean().item() for cell, found in scores.items()}
+    loss = torch.stack(losses).sum().item() / num_examples
+    return Evaluation(sum(by_cell.values()) / len(by_cell), by_cell, loss)
+
+
+def _size(batch: Batch) -> int:
+    return batch.rows.shape[0]

@@ -1,0 +1,77 @@
+"""Device, precision and strategy, through Lightning Fabric."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from smat.extras import require
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+# What oneDNN may use where the processor claims AMX and dies in it.
+SAFE_ISA = "AVX512_CORE_FP16"
+PROBE = "import torch; x = torch.ones(512, 512, dtype=torch.bfloat16); (x @ x).sum().item()"
+
+
+def make_fabric(
+    device: str = "auto",
+    precision: str = "32-true",
+    *,
+    strategy: str = "auto",
+    num_devices: int = 1,
+) -> Fabric:
+    """Build and launch a Fabric on "auto", "cpu", "cuda" or one device such as "cuda:1"."""
+    fabric = require("lightning.fabric", extra="train")
+    kind, _, index = device.partition(":")
+    kind = _best_device() if kind == "auto" else kind
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but torch sees no GPU; use cpu or auto")
+    if kind not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}")
+    if kind == "cpu" and precision.startswith("bf16"):
+        guard_bfloat16()
+    for name in ("lightning", "lightning.fabric"):  # it tells at length what was asked for
+        logging.getLogger(name).setLevel(logging.WARNING)
+    devices = [int(index)] if index else num_devices
+    made = fabric.Fabric(accelerator=kind, devices=devices, precision=precision, strategy=strategy)
+    made.launch()
+    return made
+
+
+def guard_bfloat16() -> None:
+    """Keep bf16 products on a CPU from killing the process; call it before the first product.
+
+    Virtual machines may advertise AMX and hide what it needs, which ends in SIGILL. Where AMX is
+    advertised, another process tries first, and if it dies, oneDNN does without AMX here.
+    ONEDNN_MAX_CPU_ISA, if set, is left alone.
+    """
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not advertises_amx():
+        return
+    if not survives_bfloat16():
+        os.environ["ONEDNN_MAX_CPU_ISA"] = SAFE_ISA
+
+
+def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Tell whether the processor says that it has AMX."""
+    try:
+        return "amx_tile" in cpuinfo.read_text()
+    except OSError:
+        return False
+
+
+def survives_bfloat16() -> bool:
+    """Try a bf16 product in another process, and tell whether it came back."""
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def _best_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,146 @@
+"""Train a model to the end, through evaluations, checkpoints and interruptions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import closing, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from smat.tasks.task import Task
+from smat.training.checkpoint import save_weights
+from smat.training.config import TrainingConfig
+from smat.training.event_log import EventLog
+from smat.training.fabric import make_fabric
+from smat.training.progress import Interrupted, OnProgress, Progress, thin
+from smat.training.schedule import learning_rate
+from smat.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+PROGRESS_SECONDS = 0.5
+CURVE_STEPS = 100  # points of the learning curve, evaluations apart
+
+
+def train(
+    model: nn.Module,
+    task: Task,
+    config: TrainingConfig,
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    device: str = "auto",
+    on_progress: OnProgress | None = None,
+    should_stop: Callable[[], bool] | None = None,
+    fabric: Fabric | None = None,
+) -> dict[str, Any]:
+    """Train a model, from the folder's checkpoint if there is one, and score it on the test split.
+
+    Returns accuracy and by_cell (in %), loss, curve, parameters, minutes and steps_per_second. The
+    folder gets weights.safetensors and a TensorBoard log. A run that was killed and is started
+    again with the same arguments ends in the same weights: bit for bit on a CPU, with as many
+    threads as before.
+
+    `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
+    A `fabric` brings another strategy or several devices, each of which takes a part of a batch.
+    """
+    folder = Path(folder)
+    trainer = Trainer(fabric or make_fabric(device, config.precision), model, task, config, seed)
+    tell = Teller(trainer, on_progress)
+    note = trainer.resume(folder)
+    tell(note)
+    if trainer.step < config.steps:
+        model.train()
+        is_first = trainer.fabric.is_global_zero
+        with closing(EventLog(folder, trainer.step)) if is_first else nullcontext() as log:
+            _take_steps(trainer, folder, log, tell, should_stop)
+    return _finish(trainer, folder)
+
+
+class Teller:
+    """Passes on where the run is, no more often than somebody can read."""
+
+    def __init__(self, trainer: Trainer, listener: OnProgress | None) -> None:
+        self.trainer, self.listener = trainer, listener
+        self.last = -PROGRESS_SECONDS
+
+    def __call__(self, message: str | None = None) -> None:
+        """Tell now."""
+        trainer = self.trainer
+        if self.listener is not None:
+            step, steps = trainer.step, trainer.config.steps
+            loss = trainer.mean_loss()
+            self.listener(Progress(step, steps, loss, trainer.accuracy, message))
+        self.last = time.monotonic()
+
+    def now_and_then(self) -> None:
+        """Tell if the last time is long enough ago."""
+        if time.monotonic() - self.last >= PROGRESS_SECONDS:
+            self()
+
+
+def _take_steps(
+    trainer: Trainer,
+    folder: Path,
+    log: EventLog | None,
+    tell: Teller,
+    should_stop: Callable[[], bool] | None,
+) -> None:
+    """Take the steps that are left; the last one is always kept."""
+    config = trainer.config
+    last_save = time.monotonic()
+    start = last_save - trainer.seconds
+    while trainer.step < config.steps:
+        trainer.train_step()
+        _note_point(trainer, log)
+        tell.now_and_then()
+        now = time.monotonic()
+        trainer.seconds = now - start
+        stop = should_stop is not None and should_stop()
+        if stop or trainer.step == config.steps or now - last_save >= config.checkpoint_seconds:
+            trainer.save(folder)
+            last_save = now
+        if stop and trainer.step < config.steps:
+            raise Interrupted(trainer.step)
+
+
+def _note_point(trainer: Trainer, log: EventLog | None) -> None:
+    """Evaluate where the recipe asks for it, and add a point to the curve where one is due."""
+    config, step = trainer.config, trainer.step
+    is_last = step == config.steps  # the test split is scored instead
+    evaluates = config.eval_every > 0 and step % config.eval_every == 0 and not is_last
+    if not (evaluates or is_last or step % max(1, config.steps // CURVE_STEPS) == 0):
+        return
+    values = {"train/loss": trainer.mean_loss() or 0.0}
+    values["train/learning_rate"] = learning_rate(step - 1, config)
+    if trainer.gradient_norm is not None:
+        values["train/gradient_norm"] = trainer.gradient_norm.item()
+    accuracy = None
+    if evaluates:
+        found = trainer.evaluate("validation")
+        accuracy = trainer.accuracy = found.accuracy
+        values |= {"validation/accuracy": found.accuracy, "validation/loss": found.loss}
+    trainer.curve.append([step, values["train/loss"], accuracy])
+    trainer.loss_sum, trainer.loss_count = 0.0, 0
+    if log is not None:
+        log.add(step, values)
+
+
+def _finish(trainer: Trainer, folder: Path) -> dict[str, Any]:
+    """Score the trained model, keep its weights, and return what a record needs."""
+    found = trainer.evaluate("test")
+    if trainer.fabric.is_global_zero:
+        save_weights(folder, trainer.model)
+    trainer.curve[-1][2] = found.accuracy
+    return {
+        **asdict(found),
+        "curve": thin(trainer.curve),
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "minutes": trainer.seconds / 60,
+        "steps_per_second": trainer.config.steps / trainer.seconds,
+    }

@@ -1,0 +1,162 @@
+"""One step of training, and the state that a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from smat.layers.balance import balance_weight
+from smat.tasks.task import Batch, Task, seed_of
+from smat.training.checkpoint import (
+    load_checkpoint,
+    random_state,
+    restore_random_state,
+    save_checkpoint,
+)
+from smat.training.config import TrainingConfig
+from smat.training.evaluation import Evaluation, evaluate
+from smat.training.finite import non_finite_loss
+from smat.training.optimizer import make_optimizer
+from smat.training.schedule import learning_rate
+
+if TYPE_CHECKING:
+    from lightning.fabric import Fabric
+
+LOOK_EVERY = 25  # steps between looks at the loss where looking means waiting for the device
+STATE = ("step", "seconds", "loss_sum", "loss_count", "curve", "accuracy")
+
+
+class Trainer:
+    """A model, its optimiser and how far they are.
+
+    Attributes:
+        step: Steps done.
+        seconds: Time spent, in this process and in those that a kill ended.
+        loss_sum: The losses since the last point of the curve, `loss_count` of them.
+        curve: [step, mean training loss, accuracy or None] at points of the run.
+        accuracy: The last evaluation's.
+    """
+
+    def __init__(
+        self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int
+    ) -> None:
+        if config.batch_size % fabric.world_size:
+            raise ValueError(
+                f"a batch of {config.batch_size} does not divide over {fabric.world_size} devices"
+            )
+        self.fabric, self.task, self.config, self.seed = fabric, task, config, seed
+        self.model = model.to(fabric.device)
+        self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
+        self.step = 0
+        self.seconds = 0.0
+        self.loss_sum = 0.0
+        self.loss_count = 0
+        self.curve: list[list[Any]] = []
+        self.accuracy: float | None = None
+        self.gradient_norm: Tensor | None = None
+        self._recent: list[Tensor] = []  # losses that nobody has looked at
+        self._num_looked_at = 0
+        self._look_every = 1 if fabric.device.type == "cpu" else LOOK_EVERY
+
+    def resume(self, folder: Path) -> str | None:
+        """Take up a folder's newest whole checkpoint, or seed a new run; return what to tell."""
+        state, note = load_checkpoint(folder)
+        if state is None:
+            torch.manual_seed(seed_of("training", self.seed))
+            return None
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        restore_random_state(state["random"], self.fabric.device)
+        for name in STATE:
+            setattr(self, name, state[name])
+        self._num_looked_at = self.step
+        return note
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint, from the first device; a loss that is no number is never kept."""
+        self.look()
+        if self.fabric.is_global_zero:
+            state: dict[str, Any] = {name: getattr(self, name) for name in STATE}
+            state["model"] = self.model.state_dict()
+            state["optimizer"] = self.optimizer.state_dict()
+            state["random"] = random_state(self.fabric.device)
+            save_checkpoint(folder, state)
+
+    def train_step(self) -> None:
+        """Change the weights once, by the batch that the step's number names."""
+        batch = self._batch()
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step, self.config)
+        outputs = self.wrapped(rows=batch.rows, **batch.inputs)
+        loss = self.task.loss(outputs, batch)
+        total = self._with_balance(loss)
+        self._recent += (loss.detach(), total.detach())
+        if len(self._recent) >= 2 * self._look_every:
+            self.look()  # before the last gradients are gone, which an error tells of
+        self.optimizer.zero_grad(set_to_none=True)
+        self.fabric.backward(total)
+        if self.config.clip is not None:
+            self.gradient_norm = self.fabric.clip_gradients(
+                self.wrapped, self.optimizer, max_norm=self.config.clip, error_if_nonfinite=False
+            )
+        self.optimizer.step()
+        self.step += 1
+
+    def look(self) -> None:
+        """Wait for the losses of the last steps, and stop if one is no number."""
+        if not self._recent:
+            return
+        pairs = torch.stack(self._recent).view(-1, 2).tolist()
+        self._recent.clear()
+        for loss, total in pairs:
+            if not math.isfinite(total):
+                step = self._num_looked_at
+                raise non_finite_loss(
+                    total,
+                    step=step,
+                    learning_rate=learning_rate(step, self.config),
+                    model=self.model,
+                    clip=self.config.clip,
+                    gradient_norm=self.gradient_norm,
+                )
+            self._num_looked_at += 1
+            self.loss_sum += loss
+            self.loss_count += 1
+
+    def mean_loss(self) -> float | None:
+        """Return the mean training loss since the last point of the curve."""
+        self.look()
+        return self.loss_sum / self.loss_count if self.loss_count else None
+
+    def evaluate(self, split: str) -> Evaluation:
+        """Score the model as it is; every device does all of it, and gets the same."""
+        return evaluate(
+            self.model,
+            self.task,
+            seed=self.seed,
+            split=split,
+            device=self.fabric.device,
+            context=self.fabric.autocast,
+        )
+
+    def _batch(self) -> Batch:
+        """Make this device's part of the step's batch."""
+        size, world = self.config.batch_size, self.fabric.world_size
+        batch = self.task.train_batch(self.step, size, self.seed)
+        if world > 1:
+            mine = slice(self.fabric.global_rank, None, world)
+            inputs = {name: x[mine] for name, x in batch.inputs.items()}
+            batch = Batch(inputs, batch.rows[mine], batch.targets[mine], batch.cell)
+        return batch.to(self.fabric.device)
+
+    def _with_balance(self, loss: Tensor) -> Tensor:
+        weight = balance_weight(self.step, self.config.balance_weight, self.config.balance_anneal)
+        if weight == 0:
+            return loss
+        measure: Any = getattr(self.model, "balance_loss", None)
+        balance = None if measure is None else measure()
+        return loss if balance is None else loss + weight * balance
