@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from smat.tasks.epochs import pieces_of, place_of, steps_per_epoch
+from smat.tasks.recall import check_split, cross_entropy, fraction_right
 from smat.tasks.sampling import distinct, weighted_order
 from smat.tasks.task import Batch, generator_of
 
@@ -104,6 +104,7 @@ class MQAR:
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         """Make the held-out examples, load after load; `eval_batch_size` does not change them."""
+        check_split(split)
         for load, (seq_len, num_pairs) in enumerate(self.eval_loads):
             generator = generator_of(self.name, seed, split, load)
             whole = self._batch(self.num_eval, seq_len, num_pairs, generator)
@@ -131,15 +132,15 @@ class MQAR:
         """Draw g_1, ..., g_N: one after another, so early pairs tend to be asked for early."""
         num_gaps = (seq_len - 2 * num_pairs) // 2
         weights = torch.arange(1, num_gaps + 1).double() ** (self.power - 1)
-        return weighted_order(num_rows, weights.float(), generator)[:, :num_pairs]
+        return weighted_order(num_rows, weights, generator)[:, :num_pairs]
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the cross-entropy over all tokens, averaged over queries."""
-        return functional.cross_entropy(outputs.flatten(0, 1).float(), batch.targets.flatten())
+        return cross_entropy(outputs, batch)
 
     def score(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the fraction (B,) of an example's queries that are answered right."""
-        return (outputs.argmax(-1) == batch.targets).float().mean(-1)
+        return fraction_right(outputs, batch)
 
     def controls(self) -> dict[str, float]:
         """Return chance levels, and how many queries lie behind the middle of the sequence."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from smat.geometry import Geometry
+from smat.tasks.recall import check_split
 from smat.tasks.sampling import distinct
 from smat.tasks.task import Batch, generator_of
 
@@ -115,6 +116,7 @@ class MultiKeyRecall:
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         """Make 8 batches of 32 sequences with 8 answers each: 2,048 queries."""
+        check_split(split)
         for index in range(self.num_eval_batches):
             yield self._batch(self.eval_batch_size, generator_of(self.name, seed, split, index))
 

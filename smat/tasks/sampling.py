@@ -41,10 +41,11 @@ def weighted_order(num_rows: int, weights: Tensor, generator: torch.Generator) -
     >>> round((order[:, 0] == 1).double().mean().item(), 1)
     0.8
 
-    A race: index g finishes after an exponential time of rate w(g). It comes first with
-    probability w(g) / sum w, and as waiting times have no memory, those still running race on as
-    if they had just begun: the order of arrival is the order of drawing. (With -log of the times
-    this is the Gumbel top-k trick.)
+    A race: index g finishes after an exponential time of rate w(g), which is -log(1 - u) / w(g).
+    It comes first with probability w(g) / sum w, and as waiting times have no memory, those still
+    running race on as if they had just begun: the order of arrival is the order of drawing. (With
+    -log of the times this is the Gumbel top-k trick.)
     """
-    times = torch.empty(num_rows, len(weights)).exponential_(generator=generator)
-    return (times / weights).argsort(-1)
+    # Not `exponential_`, which draws other numbers where torch is built with another library.
+    uniform = torch.rand(num_rows, len(weights), generator=generator, dtype=torch.float64)
+    return (torch.log1p(-uniform) / weights).argsort(-1, descending=True)
