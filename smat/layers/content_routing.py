@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from smat.layers.hashed_routing import Assignment
 from smat.layers.routing import LearnedRouting
 from smat.layers.span import Span
 from smat.masks import SMatMask
-from smat.ops import SMatState, smat_attention
+from smat.ops import SMatState, smat_attention, smat_attention_at
 
 
 class ContentRouting(nn.Module):
@@ -50,7 +51,10 @@ class ContentRouting(nn.Module):
     def forward(self, x: Tensor, mask: SMatMask, span: Span) -> tuple[Assignment, Tensor | None]:
         """Route the tokens of a span; the state is that of the hash's convolution."""
         past = span.part("routing")
-        address, reads = self.learned(x, mask.geometry, None, span.cu_seqlens, past)
+        queries = slice(None) if span.rows is None else span.rows
+        address, reads = self.learned(
+            x, mask.geometry, None, span.cu_seqlens, past, queries=queries
+        )
         if past is None:
             self.balance_loss = routing_balance_loss(address, mask, span.real, span.cu_seqlens)
         state = None
@@ -80,12 +84,16 @@ def attend_reads(
         **options, "normalize": False, "attention_mask": span.real, "cu_seqlens": span.cu_seqlens,
     }  # fmt: skip
     num_heads, num_reads = query_type.shape[2:]
-    local, _ = smat_attention(queries, keys, values, mask, branch="causal", **common)
+    attend: Any = smat_attention
+    if span.rows is not None:
+        attend, _ = partial(smat_attention_at, positions=span.rows), common.pop("attention_mask")
+    local = attend(queries, keys, values, mask, branch="causal", **common)
     asked = queries.repeat_interleave(num_reads, 2)
-    far, _ = smat_attention(
+    far = attend(
         asked, keys, values, mask, query_type=query_type.flatten(2), profile=profile,
         write_weight=write_weight, branch="long_range", **common,
     )  # fmt: skip
+    local, far = (x if isinstance(x, Tensor) else x[0] for x in (local, far))
     weighted = far.unflatten(2, (num_heads, num_reads)) * read_weight.unsqueeze(-1).to(wide)
     y = local + weighted.sum(3)
     if normalize:

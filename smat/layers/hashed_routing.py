@@ -30,7 +30,10 @@ class Routing(Protocol):
         """Return the mask under which the types are read."""
 
     def __call__(self, x: Tensor, mask: SMatMask, span: Span) -> tuple[Assignment, Any]:
-        """Assign the tokens of a span; ``span.part("routing")`` is the state before them."""
+        """Assign the tokens of a span; ``span.part("routing")`` is the state before them.
+
+        What is read is told for ``span.rows`` alone, if there are any.
+        """
 
 
 class PositionalRouting(nn.Module):
@@ -105,6 +108,7 @@ class HashedRouting(nn.Module):
         cell = table.profile(ids)
         written = table.profile(self._before(history, ids, self.write_lag, span))
         query_type = cell if self.point_read else self._types(mask.geometry, history, ids, span)
+        query_type = query_type if span.rows is None else query_type[:, span.rows]
         state = None
         if span.use_cache:
             state = last_inputs(ids, self.num_kept, past, span.lengths, span.cu_seqlens)

@@ -108,7 +108,7 @@ class RoutedMemory(nn.Module):
     ) -> Route:
         """Route the tokens of a span; reads from `first` on, their weights times the read gate."""
         address, reads = self.routing(
-            hidden, mask.geometry, None, span.cu_seqlens, state, first_query=first
+            hidden, mask.geometry, None, span.cu_seqlens, state, queries=slice(first, None)
         )
         gate = self.read_gate(hidden[:, first:]).unsqueeze(-1)
         if state is None:

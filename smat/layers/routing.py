@@ -91,15 +91,15 @@ class LearnedRouting(nn.Module):
         attention_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         state: Tensor | None = None,
-        first_query: int = 0,
+        queries: slice | Tensor = slice(None),
     ) -> Route:
-        """Route (B, T, hidden_size); reads are selected from position `first_query` on.
+        """Route (B, T, hidden_size); reads are selected at the positions of `queries`.
 
         `state` is the hash's, of the tokens before.
         """
         address = self.hash(hidden, geometry, attention_mask, cu_seqlens, state)
         select = of_geometry(self.selectors, geometry)
-        return Route(address, select(hidden[:, first_query:], address.profile[:, first_query:]))
+        return Route(address, select(hidden[:, queries], address.profile[:, queries]))
 
     def step(
         self, hidden_t: Tensor, state: Tensor, geometry: Geometry | None = None

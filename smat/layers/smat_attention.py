@@ -6,10 +6,12 @@ import itertools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smat.layers.content_routing import attend_reads
 from smat.layers.hashed_routing import PositionalRouting, Routing
+from smat.layers.lengths import mask_recipe
 from smat.layers.mamba2 import decode
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
@@ -22,7 +24,8 @@ from smat.layers.primitives import (
 from smat.layers.short_convolution import ShortConvolution
 from smat.layers.span import MixerCache, Span
 from smat.masks import BoundarySchedule, SMatMask
-from smat.ops import smat_attention
+from smat.ops import smat_attention, smat_attention_at
+from smat.ops.arguments import check_positions
 from smat.ops.feature_maps import Favor, FeatureMap
 
 
@@ -136,29 +139,65 @@ class SMatAttention(Mixer):
         """Return the mask of the horizon, or without one that of an input's own length."""
         return self.recipe if self.horizon is not None else self.recipe.for_length(length)
 
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: MixerCache | None = None,
+        use_cache: bool = False,
+        *,
+        positions: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, MixerCache | None]:
+        """Mix tokens as every mixer does; or only as seen from `positions` (R,): (B, R, hidden).
+
+        Queries, reads and outputs are then made at these positions alone. Where there is padding,
+        a cache, or a mask for each packed sequence, all are made and these returned.
+        """
+        given = (hidden_states, attention_mask, past_key_values, use_cache)
+        if positions is None:
+            return super().forward(*given, **kwargs)
+        check_positions(positions, hidden_states.shape[1])
+        apart = self.horizon is None and kwargs.get("cu_seqlens") is not None
+        if attention_mask is None and past_key_values is None and not use_cache and not apart:
+            return super().forward(*given, positions=positions, **kwargs)
+        out, _, cache = super().forward(*given, **kwargs)
+        return out[:, positions], None, cache
+
     def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (span.use_cache or span.cu_seqlens is not None):
             return self._mix_apart(x, span)
-        inputs, past = self.qkv_proj(x), span.part("conv")
-        convolved = inputs
-        if self.conv is not None:
-            convolved = self.conv(inputs, past, span.first_visible())
-        y, state, route = self._attend(x, convolved, span)
-        out = self.o_proj(self._finish(x, y).flatten(-2))
+        q, kv, inputs = self._project(x, span)
+        y, state, route = self._attend(x, q, kv, span)
+        seen_from = x if span.rows is None else x[:, span.rows]
+        out = self.o_proj(self._finish(seen_from, y).flatten(-2))
         if not span.use_cache:
             return out, None
         conv = None
         if self.conv is not None:
+            past = span.part("conv")
             conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
         return out, span.cache(conv=conv, state=state, routing=route)
 
-    def _attend(self, x: Tensor, convolved: Tensor, span: Span) -> tuple[Tensor, Any, Any]:
-        heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
-        q, k, v = (
-            part.unflatten(-1, (count, -1))
-            for part, count in zip(convolved.split(self.widths, -1), heads, strict=True)
-        )
-        q, k = self.q_norm(q), self.k_norm(k)
+    def _project(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys beside values, and what went into their convolution."""
+        widths = [self.widths[0], sum(self.widths[1:])]
+        if span.rows is not None and self.conv is None:
+            q_weight, kv_weight = self.qkv_proj.weight.split(widths)
+            inputs = F.linear(x, kv_weight)
+            return F.linear(x[:, span.rows], q_weight), inputs, inputs
+        inputs = self.qkv_proj(x)
+        convolved = inputs
+        if self.conv is not None:
+            convolved = self.conv(inputs, span.part("conv"), span.first_visible())
+        q, kv = convolved.split(widths, -1)
+        return q if span.rows is None else q[:, span.rows], kv, inputs
+
+    def _attend(self, x: Tensor, q: Tensor, kv: Tensor, span: Span) -> tuple[Tensor, Any, Any]:
+        k, v = kv.split(self.widths[1:], -1)
+        q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
+        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
+        v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.mask_for(span.length)
         assignment, route = self.routing(x, mask, span)
         gates, state = self._gates(x), span.part("state")
@@ -170,6 +209,13 @@ class SMatAttention(Mixer):
         if assignment.read_weight is not None:
             y, state = attend_reads(q, k, v, mask, assignment, span, normalize=normalize, **gates)
             return y, state, route
+        if span.rows is not None:
+            y = smat_attention_at(
+                q, k, v, mask, span.rows, normalize=normalize, profile=assignment.profile,
+                query_type=assignment.query_type, write_weight=assignment.write_weight,
+                cu_seqlens=span.cu_seqlens, **gates,
+            )  # fmt: skip
+            return y, None, route
         y, state = smat_attention(
             q, k, v, mask, normalize=normalize, profile=assignment.profile,
             query_type=assignment.query_type, write_weight=assignment.write_weight,
@@ -189,7 +235,7 @@ class SMatAttention(Mixer):
         if self.g_proj is None:
             return y if self.norm is None else self.norm(y)
         gate = self.g_proj(x).view_as(y)
-        return y * nn.functional.silu(gate) if self.norm is None else self.norm(y, gate)
+        return y * F.silu(gate) if self.norm is None else self.norm(y, gate)
 
     def _mix_apart(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""
@@ -206,31 +252,6 @@ class SMatAttention(Mixer):
                 extras = {name: _cut(each, start, stop) for name, each in span.extras.items()}
                 outputs.append(self.forward(x[:, start:stop], **extras)[0])
         return torch.cat(outputs[1:], 1), None
-
-
-def mask_recipe(
-    horizon: int | None,
-    vc_dim: int,
-    chunk_size: int,
-    field_size: int | None,
-    boundary: BoundarySchedule | None,
-) -> SMatMask:
-    """Return the mask of a horizon, its boundary kept at every length; or a recipe for any length.
-
-    >>> mask_recipe(1024, 3, 64, None, None).describe()
-    'SMatMask: T = 1024, d = 3, q = 11, n = 512, c = 64, boundary = kept(512)'
-    """
-    if horizon is None:
-        if boundary is not None and boundary.horizon_free and field_size is None and vc_dim > 1:
-            raise ValueError(
-                f"a boundary {boundary.describe()} has no geometry without a horizon or field_size"
-            )
-        length = 1 if boundary is None else max(1, getattr(boundary, "num_distant", 1))
-        return SMatMask(length, vc_dim, chunk_size, field_size, boundary)
-    mask = SMatMask(horizon, vc_dim, chunk_size, field_size, boundary)
-    if mask.boundary.horizon_free:
-        return mask
-    return SMatMask(horizon, vc_dim, chunk_size, mask.geometry.field_size, mask.schedule)
 
 
 def _cut(x: Any, start: int, stop: int) -> Any:

@@ -75,6 +75,11 @@ class Span:
         """Whether this is one real token a row after others: a step of decoding."""
         return self.length == 1 and self.past is not None and self.real is None
 
+    @property
+    def rows(self) -> Tensor | None:
+        """The positions (R,) at which outputs are wanted, or None for all of them."""
+        return self.extras.get("positions")
+
     def part(self, name: str) -> Any:
         """Return a state that the last call left, if there was one."""
         return None if self.past is None else self.past[name]

@@ -26,28 +26,35 @@ def check_arguments(
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
     output_final_state: bool,
+    at_positions: bool = False,
 ) -> None:
-    """Refuse shapes and dtypes that do not fit; nothing is silently broadcast or truncated."""
-    _check_qkv(q, k, v)
+    """Refuse shapes and dtypes that do not fit; nothing is silently broadcast or truncated.
+
+    `at_positions` says that there is a query for each of the positions, not for each token.
+    """
+    check_positions(positions, k.shape[1] if k.ndim > 1 else 0)
+    num_queries = len(positions) if at_positions and positions is not None else None
+    _check_qkv(q, k, v, num_queries)
     if cu_seqlens is None:
         mask.check_length(k.shape[1])
     for name, gate in (
         ("log_decay", log_decay), ("key_gate", key_gate), ("write_weight", write_weight),
     ):  # fmt: skip
         if gate is not None:
-            _check_per_token(name, gate, q, k)
+            _check_per_token(name, gate, k.shape[1], q, k)
             if not gate.dtype.is_floating_point:
                 raise ValueError(f"{name} must be floating-point, got {gate.dtype}")
     for name, index in (("profile", profile), ("query_type", query_type)):
         if index is not None:
-            _check_per_token(name, index, q, q if name == "query_type" else k)
+            is_type = name == "query_type"
+            time = q.shape[1] if is_type else k.shape[1]
+            _check_per_token(name, index, time, q, q if is_type else k)
             _check_integers(name, index)
-    _check_positions(positions, q.shape[1])
     _check_padding(attention_mask, cu_seqlens, q)
     _check_packing(cu_seqlens, q)
 
 
-def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor, num_queries: int | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(
@@ -59,7 +66,13 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must share a device, got {q.device}, {k.device}, {v.device}")
-    if k.shape[:3] != v.shape[:3] or q.shape[:2] != k.shape[:2]:
+    if num_queries is not None and q.shape[:2] != (k.shape[0], num_queries):
+        raise ValueError(
+            f"q must be (batch, positions, ...) = ({k.shape[0]}, {num_queries}, ...), got "
+            f"{tuple(q.shape)}"
+        )
+    same_time = num_queries is not None or q.shape[:2] == k.shape[:2]
+    if k.shape[:3] != v.shape[:3] or not same_time:
         raise ValueError(
             "q, k and v must share batch and time, and k and v their heads, got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
@@ -73,11 +86,12 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_per_token(name: str, x: Tensor, q: Tensor, k: Tensor) -> None:
-    if x.ndim != 3 or x.shape[:2] != q.shape[:2] or x.shape[2] not in (q.shape[2], k.shape[2]):
-        heads = " or ".join(str(count) for count in sorted({k.shape[2], q.shape[2]}))
+def _check_per_token(name: str, x: Tensor, time: int, q: Tensor, k: Tensor) -> None:
+    allowed = (q.shape[2], k.shape[2])
+    if x.ndim != 3 or x.shape[:2] != (q.shape[0], time) or x.shape[2] not in allowed:
+        heads = " or ".join(str(count) for count in sorted(set(allowed)))
         raise ValueError(
-            f"{name} must be (batch, time, heads) = ({q.shape[0]}, {q.shape[1]}, {heads}), "
+            f"{name} must be (batch, time, heads) = ({q.shape[0]}, {time}, {heads}), "
             f"got {tuple(x.shape)}"
         )
 
@@ -87,7 +101,8 @@ def _check_integers(name: str, index: Tensor) -> None:
         raise ValueError(f"{name} must hold integers, got {index.dtype}")
 
 
-def _check_positions(positions: Tensor | None, length: int) -> None:
+def check_positions(positions: Tensor | None, length: int) -> None:
+    """Refuse rows (R,) that are no integers in [0, length)."""
     if positions is None:
         return
     if positions.ndim != 1 or positions.dtype.is_floating_point or positions.dtype == torch.bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -81,8 +81,7 @@ def smat_attention(
     them that is given so, one for each query head.
     """
     choose_backend(backend, q)
-    if branch not in BRANCHES:
-        raise ValueError(f"branch must be one of {', '.join(BRANCHES)}, got {branch!r}")
+    _check_branch(branch)
     check_arguments(
         q, k, v, mask, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,
         profile=profile, query_type=query_type, positions=positions,
@@ -97,22 +96,15 @@ def smat_attention(
         q, k, v, log_decay, write_weight, profile, query_type
     )
     key_gate = padding.close(key_gate, k)
+    rows = None if padding.moves else positions
+    if rows is not None:
+        q, query_type = q[:, rows], None if query_type is None else query_type[:, rows]
     if before is not None:  # padding is gone, so that a map never meets what it held
         q, k = before(q), before(k)
-    rows = None if positions is None or padding.moves else positions
-    order = None
-    if rows is not None:
-        rows, order = torch.sort(rows.long())
-        q = q[:, rows]
-        query_type = None if query_type is None else query_type[:, rows]
-    wide, _ = attend(
-        q, k, v, log_decay, key_gate, write_weight, profile, query_type, rows, cu_seqlens,
-        mask.recipe, pointwise, normalize, branch,
-    )  # fmt: skip
-    out = wide.to(v.dtype)
-    if order is not None:
-        out = out[:, torch.argsort(order)]
-    else:
+    gates = (log_decay, key_gate, write_weight, profile)
+    options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
+    out = _attend(q, k, v, gates, query_type, rows, options)
+    if rows is None:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]
     state = None
@@ -126,3 +118,73 @@ def smat_attention(
             mapped=before is not None,
         )  # fmt: skip
     return out, state
+
+
+def smat_attention_at(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    positions: Tensor,
+    *,
+    feature_map: FeatureMap = "elu",
+    log_decay: Tensor | None = None,
+    key_gate: Tensor | None = None,
+    write_weight: Tensor | None = None,
+    profile: Tensor | None = None,
+    query_type: Tensor | None = None,
+    normalize: bool = True,
+    cu_seqlens: Tensor | None = None,
+    branch: str = "both",
+    backend: str = "auto",
+) -> Tensor:
+    """Attend from a few queries (B, R, H, K) that stand at given positions (R,) among the keys.
+
+    >>> import smat
+    >>> mask = smat.SMatMask(seq_len=256, vc_dim=3, chunk_size=32)
+    >>> q, k, v = torch.randn(3, 2, 256, 4, 16)
+    >>> rows = torch.tensor([255, 7])
+    >>> some = smat_attention_at(q[:, rows], k, v, mask, rows)
+    >>> torch.allclose(some, smat.smat_attention(q, k, v, mask)[0][:, rows], atol=1e-5)
+    True
+
+    The arguments of `smat_attention`; query_type is given at these positions too. It is for layers
+    that need no query elsewhere: they neither project nor hold one.
+    """
+    choose_backend(backend, q)
+    _check_branch(branch)
+    check_arguments(
+        q, k, v, mask, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,
+        profile=profile, query_type=query_type, positions=positions, at_positions=True,
+        attention_mask=None, cu_seqlens=cu_seqlens, output_final_state=False,
+    )  # fmt: skip
+    pointwise, before = split_feature_map(feature_map)
+    k, v, *gates = one_per_head(q, k, v, log_decay, key_gate, write_weight, profile)
+    if before is not None:
+        q, k = before(q), before(k)
+    options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
+    return _attend(q, k, v, tuple(gates), query_type, positions, options)
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor | None, ...],
+    query_type: Tensor | None,
+    rows: Tensor | None,
+    options: tuple[Any, ...],
+) -> Tensor:
+    """Call the operator, which wants queries in the order of their positions."""
+    order = None
+    if rows is not None:
+        rows, order = torch.sort(rows.long())
+        q, query_type = q[:, order], None if query_type is None else query_type[:, order]
+    wide, _ = attend(q, k, v, *gates, query_type, rows, *options)
+    out = wide.to(v.dtype)
+    return out if order is None else out[:, torch.argsort(order)]
+
+
+def _check_branch(branch: str) -> None:
+    if branch not in BRANCHES:
+        raise ValueError(f"branch must be one of {', '.join(BRANCHES)}, got {branch!r}")
