@@ -1,8 +1,18 @@
 """Tasks of the paper: examples, the rows that count, losses and metrics."""
 
 from smat.tasks.joint_recall import JointRecall
+from smat.tasks.length_recall import LengthRecall
 from smat.tasks.mqar import MQAR
 from smat.tasks.multi_key_recall import MultiKeyRecall
 from smat.tasks.task import Batch, Task, generator_of, seed_of
 
-__all__ = ["MQAR", "Batch", "JointRecall", "MultiKeyRecall", "Task", "generator_of", "seed_of"]
+__all__ = [
+    "MQAR",
+    "Batch",
+    "JointRecall",
+    "LengthRecall",
+    "MultiKeyRecall",
+    "Task",
+    "generator_of",
+    "seed_of",
+]

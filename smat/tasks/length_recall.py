@@ -1,0 +1,241 @@
+"""Recall at lengths past the training length, and across the boundary (appendix on windows)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from smat.masks import BoundarySchedule, doubling, kept, window
+from smat.tasks.epochs import pieces_of
+from smat.tasks.recall import check_split, cross_entropy, fraction_right
+from smat.tasks.sampling import distinct
+from smat.tasks.task import Batch, generator_of
+
+
+class Layout(NamedTuple):
+    """Where the pairs and the queries of the keys stand, both (B, N)."""
+
+    key: Tensor  # the value stands behind it
+    query: Tensor
+
+
+@dataclass(frozen=True)
+class LengthRecall:
+    """Pairs and queries among noise; train at one length, evaluate at longer ones.
+
+    >>> task = LengthRecall(seq_len=32, num_pairs=4, eval_lengths=(32, 64), placed_length=64,
+    ...                     gaps=(0, 32), region=16)
+    >>> batch = task.train_batch(step=0, batch_size=1, seed=0)
+    >>> ids, row = batch.inputs["token_ids"][0], batch.rows[0, 0]
+    >>> earlier = int((ids[:row] == ids[row]).nonzero())  # the key occurs once before its query
+    >>> bool(ids[earlier + 1] == batch.targets[0, 0])
+    True
+    >>> sorted({batch.cell for batch in task.eval_batches(seed=0)})
+    ['D=0', 'D=32', 'T=32', 'T=64']
+
+    Every key occurs twice: with its value behind it, and later as a query, where the value is to be
+    predicted. Under the uniform layout all arrangements without overlap are equally likely. Under
+    the placed layout all pairs lie in a region of `region` tokens, all queries in the region that
+    ends the sequence, and `gaps` of D tokens lie between the two.
+
+    Paper: T_train = `seq_len`, D runs over `gaps`.
+    """
+
+    seq_len: int = 1024
+    num_pairs: int = 64
+    eval_lengths: tuple[int, ...] = (1024, 2048, 4096, 8192)
+    placed_length: int = 8192
+    gaps: tuple[int, ...] = (0, 256, 1024, 3072, 7678)
+    region: int = 256
+    num_keys: int = 256
+    num_values: int = 256
+    num_noise: int = 256
+    num_eval: int = 128
+    eval_batch_size: int = 8
+
+    name: ClassVar[str] = "length_recall"
+    payload_dim: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        # Lists, which JSON knows alone, become tuples again, so that equal tasks are equal.
+        for field in ("eval_lengths", "gaps"):
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if not 1 <= self.num_pairs <= min(self.num_keys, self.num_values):
+            raise ValueError(
+                f"num_pairs = {self.num_pairs}, but there are {self.num_keys} keys and "
+                f"{self.num_values} values"
+            )
+        shortest = min((self.seq_len, *self.eval_lengths))
+        crowded = bool(self.gaps) and 2 * self.num_pairs > self.region
+        if 3 * self.num_pairs > shortest or crowded:
+            raise ValueError(
+                f"num_pairs = {self.num_pairs} needs {3 * self.num_pairs} tokens, and "
+                f"{2 * self.num_pairs} in a region, but the shortest length is {shortest} and "
+                f"region = {self.region}"
+            )
+        if any(not 0 <= gap <= self.placed_length - 2 * self.region for gap in self.gaps):
+            raise ValueError(
+                f"placed_length = {self.placed_length} and region = {self.region} leave gaps of 0 "
+                f"to {self.placed_length - 2 * self.region}, but they are {self.gaps}"
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """The keys, then the values, then the noise."""
+        return self.num_keys + self.num_values + self.num_noise
+
+    @property
+    def max_length(self) -> int:
+        """The longest sequence of the evaluation, or of training."""
+        placed = self.placed_length if self.gaps else 0
+        return max(self.seq_len, placed, *self.eval_lengths)
+
+    @property
+    def num_outputs(self) -> int:
+        """One logit a token."""
+        return self.vocab_size
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        """Make fresh examples of the training length, uniform layout."""
+        generator = generator_of(self.name, seed, "train", step)
+        layout = uniform_layout(batch_size, self.num_pairs, self.seq_len, generator)
+        return self._batch(layout, self.seq_len, f"T={self.seq_len}", generator)
+
+    def steps_per_epoch(self, batch_size: int) -> int | None:
+        """There are no epochs: examples are always fresh."""
+        return None
+
+    def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
+        """Make held-out examples: all lengths and gaps to test, the training length to validate."""
+        check_split(split)
+        for cell in self._cells() if split == "test" else [f"T={self.seq_len}"]:
+            generator = generator_of(self.name, seed, split, cell)
+            layout, length = self._layout(cell, self.num_eval, generator)
+            yield from pieces_of(self._batch(layout, length, cell, generator), self.eval_batch_size)
+
+    def _cells(self) -> list[str]:
+        return [f"T={length}" for length in self.eval_lengths] + [f"D={gap}" for gap in self.gaps]
+
+    def _layout(self, cell: str, num_rows: int, generator: torch.Generator) -> tuple[Layout, int]:
+        """Draw a cell's layout; return it with the length of its sequences."""
+        kind, number = cell.split("=")
+        if kind == "T":
+            return uniform_layout(num_rows, self.num_pairs, int(number), generator), int(number)
+        queries = self.placed_length - self.region
+        pairs = queries - self.region - int(number)
+        layout = placed_layout(num_rows, self.num_pairs, pairs, queries, self.region, generator)
+        return layout, self.placed_length
+
+    def _batch(self, layout: Layout, length: int, cell: str, generator: torch.Generator) -> Batch:
+        num_rows = len(layout.key)
+        first_noise = self.num_keys + self.num_values
+        ids = torch.randint(first_noise, self.vocab_size, (num_rows, length), generator=generator)
+        key = distinct(num_rows, self.num_pairs, self.num_keys, generator)
+        value = distinct(num_rows, self.num_pairs, self.num_values, generator) + self.num_keys
+        ids.scatter_(1, layout.key, key).scatter_(1, layout.key + 1, value)
+        ids.scatter_(1, layout.query, key)
+        rows, order = layout.query.sort(-1)
+        return Batch({"token_ids": ids}, rows, value.gather(1, order), cell)
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the cross-entropy over all tokens, averaged over queries."""
+        return cross_entropy(outputs, batch)
+
+    def score(self, outputs: Tensor, batch: Batch) -> Tensor:
+        """Return the fraction (B,) of an example's queries that are answered right."""
+        return fraction_right(outputs, batch)
+
+    def schedules(self, length: int) -> dict[str, BoundarySchedule]:
+        """Return the paper's boundary schedules with a long-range branch, for a length."""
+        return {
+            "kept": kept(self.seq_len // 2),
+            "rebuilt": kept(length // 2),
+            "doubling": doubling(),
+            "window_8": window(self.seq_len // 8),
+            "window_4": window(self.seq_len // 4),
+        }
+
+    def controls(self) -> dict[str, float]:
+        """Return chance levels, and how many queries find their value behind each boundary."""
+        controls = {
+            "a random value": 100 / self.num_values,
+            "a random value of the sequence": 100 / self.num_pairs,
+        }
+        for cell in self._cells():
+            layout, length = self._layout(cell, 200, generator_of(self.name, "controls", cell))
+            for arm, schedule in self.schedules(length).items():
+                boundary = _boundaries(schedule, length)[layout.query]
+                share = (layout.key + 1 < boundary).double().mean().item()
+                controls[f"value behind the boundary, {arm}, {cell}"] = 100 * share
+        return controls
+
+    def describe(self) -> str:
+        """Describe the task and what was chosen where the paper is silent."""
+        return (
+            f"Recall at longer lengths: {self.num_pairs} pairs of a key and a value among noise, "
+            "every key once with its value and once later as a query, on which the value is "
+            f"predicted. Trained at length {self.seq_len} with uniform positions, evaluated at "
+            f"{', '.join(map(str, self.eval_lengths))}, and at length {self.placed_length} with "
+            f"all queries in the last {self.region} tokens and all pairs in {self.region} tokens "
+            f"that end D = {', '.join(map(str, self.gaps))} tokens before. The paper leaves the "
+            f"rest open. Chosen: {self.num_keys} keys, {self.num_values} values and "
+            f"{self.num_noise} noise tokens apart from each other, keys and values without "
+            "repetition in a sequence, the value right behind its key, and positions uniform over "
+            "all arrangements in which nothing overlaps and the query follows its pair; "
+            f"{self.num_eval} held-out sequences for each length and gap."
+        )
+
+
+def uniform_layout(
+    num_rows: int, num_pairs: int, length: int, generator: torch.Generator
+) -> Layout:
+    """Draw pairs (two tokens) and queries (one token) uniformly, each query behind its pair.
+
+    >>> layout = uniform_layout(5, 3, 9, torch.Generator().manual_seed(0))  # no token is left over
+    >>> torch.stack([layout.key, layout.key + 1, layout.query]).transpose(0, 1).flatten(1).sort()[0]
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8],
+            ...
+            [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    """
+    # With each pair shrunk to one token, items are any 2 N of the places left, and any matching of
+    # the items into twos says which belong together; the earlier one of two grows again.
+    place = distinct(num_rows, 2 * num_pairs, length - num_pairs, generator).sort(-1).values
+    matched = distinct(num_rows, 2 * num_pairs, 2 * num_pairs, generator)
+    one, other = matched[:, :num_pairs], matched[:, num_pairs:]
+    pair, query = torch.minimum(one, other), torch.maximum(one, other)
+    is_pair = torch.zeros_like(place).scatter_(1, pair, 1)
+    place = place + is_pair.cumsum(-1) - is_pair
+    return Layout(place.gather(1, pair), place.gather(1, query))
+
+
+def placed_layout(
+    num_rows: int,
+    num_pairs: int,
+    pairs_start: int,
+    queries_start: int,
+    region: int,
+    generator: torch.Generator,
+) -> Layout:
+    """Draw pairs in one region and queries in another, uniformly and in unrelated orders.
+
+    >>> layout = placed_layout(2, 4, 2, 24, 8, torch.Generator().manual_seed(0))
+    >>> layout.key.sort(-1)[0]  # four pairs fill a region of eight tokens
+    tensor([[2, 4, 6, 8],
+            [2, 4, 6, 8]])
+    >>> bool(((layout.query >= 24) & (layout.query < 32)).all())
+    True
+    """
+    shrunk = distinct(num_rows, num_pairs, region - num_pairs, generator).sort(-1).values
+    key = pairs_start + shrunk + torch.arange(num_pairs)
+    query = queries_start + distinct(num_rows, num_pairs, region, generator)
+    return Layout(key, query)
+
+
+def _boundaries(schedule: BoundarySchedule, length: int) -> Tensor:
+    """Return n(t) of every position, (T,)."""
+    parts = [torch.full((s.stop - s.start,), s.boundary) for s in schedule.segments(length)]
+    return torch.cat(parts)
