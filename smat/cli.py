@@ -209,9 +209,9 @@ def _schedule(
 
 def _mount_sub_apps() -> None:
     """Add the commands of other rooms: each keeps them as `app` in a module named `cli`."""
-    for room in ("bench",):
+    for room, name in (("bench", "bench"), ("experiments", None)):  # None: not below a name
         if find_spec(f"smat.{room}") is not None and find_spec(f"smat.{room}.cli") is not None:
-            app.add_typer(import_module(f"smat.{room}.cli").app, name=room)
+            app.add_typer(import_module(f"smat.{room}.cli").app, name=name)
 
 
 _mount_sub_apps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 PRECISIONS = ("32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed")
@@ -47,7 +47,7 @@ class TrainingConfig:
     eval_every: int = 0
     balance_weight: float = 0.0
     balance_anneal: int = 1000
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: float = field(default=60.0, metadata={"changes_nothing": True})
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():

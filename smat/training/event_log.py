@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from smat.extras import require
-from smat.training.files import FULL, disk_full
+from smat.training.files import disk_full, is_disk_full
 
 
 class EventLog:
@@ -51,6 +51,6 @@ class EventLog:
             self._refuse(error)
 
     def _refuse(self, error: OSError) -> None:
-        if error.errno in FULL:
+        if is_disk_full(error):
             raise disk_full(self._path, 1) from error
         raise error

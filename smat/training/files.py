@@ -34,9 +34,18 @@ def write_atomically(path: Path, content: bytes, keep_as: Path | None = None) ->
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if error.errno in FULL:
+        if is_disk_full(error):
             raise disk_full(path, len(content)) from error
         raise
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Tell whether an error means that there is no room left.
+
+    >>> is_disk_full(OSError(errno.ENOSPC, "No space left")), is_disk_full(OSError())
+    (True, False)
+    """
+    return isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL)
 
 
 def disk_full(path: Path, size: int) -> DiskFullError:
