@@ -4,6 +4,7 @@ from smat.tasks.joint_recall import JointRecall
 from smat.tasks.length_recall import LengthRecall
 from smat.tasks.mqar import MQAR
 from smat.tasks.multi_key_recall import MultiKeyRecall
+from smat.tasks.subset_routing import SubsetRouting
 from smat.tasks.task import Batch, Task, generator_of, seed_of
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "JointRecall",
     "LengthRecall",
     "MultiKeyRecall",
+    "SubsetRouting",
     "Task",
     "generator_of",
     "seed_of",

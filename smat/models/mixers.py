@@ -1,0 +1,126 @@
+"""The mixers that experiments inject, by name, and how each is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from smat.layers import (
+    DeltaNet,
+    GatedDeltaNet,
+    HashedRouting,
+    LogLinearGatedDeltaNet,
+    LogLinearMamba2,
+    Mamba2,
+    ProfileMemory,
+    SMatAttention,
+    SoftmaxAttention,
+    TransportedMemory,
+)
+from smat.masks import SMatMask, boundary
+
+if TYPE_CHECKING:
+    from smat.models.config import ModelConfig
+
+
+def make_mixer(config: ModelConfig, task: Any) -> nn.Module:
+    """Make one mixer layer of a model.
+
+    >>> from smat.models import ModelConfig
+    >>> from smat.tasks import MQAR
+    >>> make_mixer(ModelConfig("deltanet", width=32, options={"num_heads": 2}), MQAR()).num_heads
+    2
+    """
+    if config.mixer not in MIXERS:
+        raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {config.mixer!r}")
+    return MIXERS[config.mixer](config.width, task, dict(config.options))
+
+
+def call_mixer(
+    mixer: nn.Module, x: Tensor, rows: Tensor | None, inputs: dict[str, Tensor]
+) -> Tensor:
+    """Mix tokens and return the output everywhere, or at rows (B, R) alone.
+
+    Where all examples ask at the same rows, SMat-Attention reads nothing else.
+    """
+    extras: dict[str, Any] = {}
+    if isinstance(mixer, SMatAttention) and isinstance(mixer.routing, HashedRouting):
+        extras["token_ids"] = inputs["token_ids"]
+    memory = getattr(mixer, "memory", None)
+    if memory is not None:
+        extras["mask"] = memory.masks[x.shape[1]] if hasattr(memory, "masks") else memory.mask
+    if rows is None:
+        return mixer(x, **extras)[0]
+    if isinstance(mixer, SMatAttention) and bool((rows == rows[0]).all()):
+        return mixer(x, positions=rows[0], **extras)[0]
+    out = mixer(x, **extras)[0]
+    return out.gather(1, rows[..., None].expand(-1, -1, out.shape[-1]))
+
+
+def _hashed(width: int, task: Any, options: dict[str, Any]) -> SMatAttention:
+    """Route by a hash of token ids: a payload is filed under the token before it."""
+    routing = HashedRouting(
+        task.vocab_size,
+        options.get("num_heads", 4),
+        write_lag=1,
+        num_keys=task.num_keys,
+        point_read=options.pop("point_read", False),
+        seed=options.pop("hash_seed", 0),
+    )
+    return SMatAttention(width, horizon=task.max_length, routing=routing, **options)
+
+
+def _linear(width: int, task: Any, options: dict[str, Any]) -> SMatAttention:
+    return SMatAttention(width, vc_dim=1, horizon=task.max_length, **options)
+
+
+def _with_memory(
+    backbone: type[Mamba2] | type[GatedDeltaNet],
+    memory: type[ProfileMemory] | type[TransportedMemory],
+) -> Callable[[int, Any, dict[str, Any]], nn.Module]:
+    """Return a maker of a backbone with learned routing, a geometry for each length."""
+
+    def make(width: int, task: Any, options: dict[str, Any]) -> nn.Module:
+        vc_dim, num_reads = options.pop("vc_dim"), options.pop("num_reads", 4)
+        masks = {length: kept_mask(length, vc_dim) for length in sorted(task.lengths)}
+        heads = options.get("num_heads")
+        if heads is None:
+            heads = options.get("expand", 2) * width // options.get("head_dim", 64)
+        longest, *others = [masks[length] for length in sorted(masks, reverse=True)]
+        made = memory(width, heads, longest, other_masks=others, num_reads=num_reads)
+        made.masks = masks  # by the length of a call
+        return backbone(width, memory=made, **options)
+
+    return make
+
+
+def kept_mask(length: int, vc_dim: int) -> SMatMask:
+    """Return the mask of a length whose first half is distant, with a boundary that stays.
+
+    >>> kept_mask(64, 2).describe()
+    'SMatMask: T = 64, d = 2, q = 7, n = 32, c = 16, boundary = kept(32)'
+    """
+    chunk_size = max(16, length // 4)
+    plain = SMatMask(length, vc_dim, chunk_size)
+    kept = boundary.kept(plain.num_distant)
+    return SMatMask(length, vc_dim, chunk_size, plain.geometry.field_size, kept)
+
+
+def _plain(kind: type[nn.Module]) -> Callable[[int, Any, dict[str, Any]], nn.Module]:
+    return lambda width, task, options: kind(width, **options)
+
+
+MIXERS: dict[str, Callable[[int, Any, dict[str, Any]], nn.Module]] = {
+    "softmax": _plain(SoftmaxAttention),
+    "mamba2": _plain(Mamba2),
+    "deltanet": _plain(DeltaNet),
+    "gated_deltanet": _plain(GatedDeltaNet),
+    "mamba2_log_linear": _plain(LogLinearMamba2),
+    "gated_deltanet_log_linear": _plain(LogLinearGatedDeltaNet),
+    "linear": _linear,
+    "smat_hashed": _hashed,
+    "mamba2_smat": _with_memory(Mamba2, ProfileMemory),
+    "gated_deltanet_smat": _with_memory(GatedDeltaNet, TransportedMemory),
+}
