@@ -144,9 +144,9 @@ class Display:
 def left_text(seconds: float | None) -> str:
     """Say how long it still takes.
 
-    >>> left_text(3725), left_text(0.4), left_text(None)
-    ('1:02:05 left', '0:00:01 left', '')
+    >>> left_text(3725), left_text(0.4), left_text(0), left_text(None)
+    ('1:02:05 left', '0:00:01 left', '', '')
     """
-    if seconds is None:
+    if not seconds:
         return ""
     return f"{timedelta(seconds=max(1, round(seconds)))} left"

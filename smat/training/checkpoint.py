@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -94,10 +95,15 @@ def _read(path: Path) -> dict[str, Any]:
             damaged = archive.testzip()
         if damaged is not None:
             raise CheckpointError(f"checkpoint {path} is damaged ({damaged} has changed)")
-        return torch.load(path, map_location="cpu", weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"checkpoint {path} is damaged (it is more than data)") from error
     except (zipfile.BadZipFile, EOFError, RuntimeError, KeyError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"checkpoint {path} is damaged ({reason})") from error
+    if not isinstance(state, dict) or "step" not in state:
+        raise CheckpointError(f"checkpoint {path} is damaged (it tells of no step)")
+    return state
 
 
 def _files(folder: Path) -> tuple[Path, ...]:

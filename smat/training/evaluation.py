@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +34,8 @@ def evaluate(
     seed: int,
     split: str = "test",
     device: torch.device | str = "cpu",
-    context: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> Evaluation:
-    """Score a model on a split; the model is in evaluation mode meanwhile.
-
-    `context` surrounds each forward pass, for example with autocast.
-    """
+    """Score a model on a split; the model is in evaluation mode meanwhile."""
     scores: dict[str, list[Tensor]] = defaultdict(list)
     losses: list[Tensor] = []
     num_examples = 0
@@ -50,8 +44,7 @@ def evaluate(
     try:
         for batch in task.eval_batches(seed, split):
             batch = batch.to(device)
-            with context():
-                outputs = model(rows=batch.rows, **batch.inputs).float()
+            outputs = model(rows=batch.rows, **batch.inputs).float()
             scores[batch.cell].append(task.score(outputs, batch).double().flatten())
             losses.append(task.loss(outputs, batch).double() * _size(batch))
             num_examples += _size(batch)

@@ -55,7 +55,7 @@ def train(
     note = trainer.resume(folder)
     tell(note)
     if trainer.step < config.steps:
-        model.train()
+        trainer.wrapped.train()
         is_first = trainer.fabric.is_global_zero
         with closing(EventLog(folder, trainer.step)) if is_first else nullcontext() as log:
             _take_steps(trainer, folder, log, tell, should_stop)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from smat.layers.balance import balance_weight
 from smat.tasks.task import Batch, Task, seed_of
 from smat.training.checkpoint import (
+    CheckpointError,
     load_checkpoint,
     random_state,
     restore_random_state,
@@ -68,8 +69,14 @@ class Trainer:
         if state is None:
             torch.manual_seed(seed_of("training", self.seed))
             return None
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint in {folder} is of another model or optimiser; train in another "
+                f"folder, or delete this one: rm -r {folder}"
+            ) from error
         restore_random_state(state["random"], self.fabric.device)
         for name in STATE:
             setattr(self, name, state[name])
@@ -134,14 +141,9 @@ class Trainer:
 
     def evaluate(self, split: str) -> Evaluation:
         """Score the model as it is; every device does all of it, and gets the same."""
-        return evaluate(
-            self.model,
-            self.task,
-            seed=self.seed,
-            split=split,
-            device=self.fabric.device,
-            context=self.fabric.autocast,
-        )
+        # The wrapped model casts inputs and outputs as it does in training.
+        device = self.fabric.device
+        return evaluate(self.wrapped, self.task, seed=self.seed, split=split, device=device)
 
     def _batch(self) -> Batch:
         """Make this device's part of the step's batch."""

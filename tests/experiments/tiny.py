@@ -1,5 +1,7 @@
 """A task, a model and an experiment small enough to be trained in a test, in any process."""
 
+import os
+import signal
 import time
 from dataclasses import dataclass
 from typing import ClassVar
@@ -18,6 +20,7 @@ class Parity:
     length: int = 6
     step_seconds: float = 0.0  # makes a run long enough to be interrupted
     nan_at: int = -1
+    die_at: int = -1
 
     vocab_size = 2
     payload_dim = 0
@@ -30,6 +33,8 @@ class Parity:
     def train_batch(self, step, batch_size, seed):
         if self.step_seconds:
             time.sleep(self.step_seconds)
+        if step == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
         batch = self._batch(batch_size, "train", seed, step)
         if step == self.nan_at:
             batch.inputs["scale"].fill_(float("nan"))

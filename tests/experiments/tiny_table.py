@@ -1,4 +1,6 @@
-"""A table of tiny runs, as an experiment of its own."""
+"""A table of tiny runs, as an experiment of its own: `python tiny_table.py run parity`."""
+
+import sys
 
 from tiny import Parity, TinyConfig
 
@@ -35,3 +37,11 @@ PARITY = Experiment(
     runs,
     "Nothing was chosen.",
 )
+
+
+if __name__ == "__main__":
+    from smat.__main__ import main
+    from smat.experiments.registry import EXPERIMENTS
+
+    EXPERIMENTS["parity"] = PARITY
+    sys.exit(main(sys.argv[1:]))
