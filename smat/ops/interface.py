@@ -11,6 +11,7 @@ from smat.masks import SMatMask
 from smat.ops.arguments import check_arguments, one_per_head
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
+from smat.ops.few_rows import attend_few_rows, is_few
 from smat.ops.operator import attend
 from smat.ops.padding import Padding
 
@@ -162,6 +163,12 @@ def smat_attention_at(
     k, v, *gates = one_per_head(q, k, v, log_decay, key_gate, write_weight, profile)
     if before is not None:
         q, k = before(q), before(k)
+    if cu_seqlens is None and is_few(q, k):
+        out = attend_few_rows(
+            q, k, v, tuple(gates), query_type, positions.long(), mask,
+            feature_map=pointwise, normalize=normalize, branch=branch,
+        )  # fmt: skip
+        return out.to(v.dtype)
     options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
     return _attend(q, k, v, tuple(gates), query_type, positions, options)
 

@@ -1,0 +1,111 @@
+"""Attend from a few queries: the rows of the mask, written out.
+
+Pooling moves T states into tables before anyone reads; R rows against all keys are R T products of
+width K and V, which is less as long as R is below about K V / (K + V), and has far fewer parts. So
+this is the way for a task that asks at a few positions of short sequences; many rows, or long
+sequences, are read from tables.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smat.masks import SMatMask
+from smat.ops.decay import LogDecay
+from smat.ops.feature_maps import pointwise
+
+MAX_ROWS = 64
+MAX_SCORES = 1 << 24  # (B, H, R, T) weights are held for the backward pass
+
+
+def is_few(q: Tensor, k: Tensor) -> bool:
+    """Tell whether queries (B, R, H, K) are few enough against keys (B, T, H, K)."""
+    batch, num_rows, heads = q.shape[:3]
+    return num_rows <= MAX_ROWS and batch * num_rows * heads * k.shape[1] <= MAX_SCORES
+
+
+def attend_few_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: tuple[Tensor | None, ...],
+    query_type: Tensor | None,
+    rows: Tensor,
+    mask: SMatMask,
+    *,
+    feature_map: str,
+    normalize: bool,
+    branch: str,
+) -> Tensor:
+    """Return the output of queries (B, R, H, K) at rows (R,): (B, R, H, V), in fp32 or wider.
+
+    >>> mask = SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2)
+    >>> q, k, v = torch.ones(1, 1, 1, 1), torch.ones(1, 8, 1, 1), torch.eye(8).view(1, 8, 1, 8)
+    >>> nothing = (None, None, None, None)
+    >>> attend_few_rows(q, k, v, nothing, None, torch.tensor([6]), mask,
+    ...                 feature_map="identity", normalize=False, branch="both").flatten()
+    tensor([0., 1., 0., 1., 1., 1., 1., 0.])
+    """
+    k, v, log_decay, key_gate, write_weight, profile = (
+        None if x is None else x.repeat_interleave(q.shape[2] // x.shape[2], 2)
+        for x in (k, v, *gates)
+    )
+    assert k is not None
+    assert v is not None
+    wide = torch.promote_types(v.dtype, torch.float32)
+    phi, psi = (pointwise(feature_map, x.to(wide)).transpose(1, 2) for x in (q, k))
+    scores = phi @ psi.transpose(-1, -2)  # (B, H, R, T)
+    position = torch.arange(k.shape[1], device=k.device)
+    distant = position < mask.boundaries(k.shape[1], k.device)[rows, None]
+    weights = _support(mask, rows, position, distant, profile, query_type).to(wide)
+    if branch != "both":
+        weights = weights * (distant if branch == "long_range" else ~distant)
+    if write_weight is not None:
+        weights = torch.where(distant, weights * _per_key(write_weight, wide), weights)
+    if log_decay is not None:
+        weights = weights * _decay(log_decay, rows, wide)
+    if key_gate is not None:
+        weights = weights * _per_key(key_gate, wide)
+    scores = scores * weights
+    out = scores @ v.to(wide).transpose(1, 2)
+    if normalize:
+        normalizer = scores.sum(-1, keepdim=True)
+        is_empty = normalizer == 0
+        out = (out / normalizer.masked_fill(is_empty, 1)).masked_fill(is_empty, 0)
+    return out.transpose(1, 2)
+
+
+def _per_key(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype).transpose(1, 2).unsqueeze(2)
+
+
+def _support(
+    mask: SMatMask,
+    rows: Tensor,
+    position: Tensor,
+    distant: Tensor,
+    profile: Tensor | None,
+    query_type: Tensor | None,
+) -> Tensor:
+    """Mark the keys that each row sees, (R, T) or (B, H, R, T)."""
+    incidence = mask.geometry.incidence(position.device)
+    types = mask.query_type(rows)[:, None] if query_type is None else query_type.long()
+    cells = mask.profile(position)[:, None] if profile is None else profile.long()
+    # (..., H, R, P): what a query sees of every profile, then of the profile of every key.
+    seen = incidence[types.transpose(-1, -2)]
+    cells = cells.transpose(-1, -2).unsqueeze(-2)
+    shape = torch.broadcast_shapes(seen.shape[:-1], (*cells.shape[:-2], seen.shape[-2]))
+    seen = seen.expand(*shape, -1)
+    on_hyperplane = seen.gather(-1, cells.expand(*shape, -1))
+    return (position <= rows[:, None]) & (on_hyperplane | ~distant)
+
+
+def _decay(log_decay: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the gates behind each key up to each row, (B, T, H) -> (B, H, R, T)."""
+    heads_first = log_decay.transpose(1, 2)
+    counts = torch.arange(1, log_decay.shape[1] + 1, device=log_decay.device)
+    decay = LogDecay(heads_first.flatten(0, 1))
+    # Keys behind a row count as not decayed; no row sees them.
+    between = decay.between(counts[rows, None], counts[None], dtype)
+    return between.unflatten(0, heads_first.shape[:2])

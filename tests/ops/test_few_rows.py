@@ -1,0 +1,86 @@
+"""A few rows written out: the rows of the dense oracle, with every gradient."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import smat
+from smat.ops import few_rows
+from smat.ops.interface import smat_attention_at
+from tests.ops.comparison import (
+    assert_close,
+    gradients,
+    leaves,
+    make_inputs,
+    mild_gates,
+    mixed_gates,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
+BOUNDARIES = {
+    "fixed": None,
+    "none": smat.none(),
+    "kept": None,
+    "doubling": smat.doubling(),
+    "window": smat.window(8),
+}
+
+
+def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary):
+    schedule = smat.kept(seq_len // 3) if boundary == "kept" else BOUNDARIES[boundary]
+    mask = smat.SMatMask(seq_len, vc_dim, 4, 3, schedule)
+    inputs = make_inputs(seq_len, group=group, seed=seed)
+    shape, generator = (2, seq_len, 2), torch.Generator().manual_seed(seed)
+    if gated != "no":
+        inputs["log_decay"] = (mild_gates if gated == "mild" else mixed_gates)(shape, seed)
+        inputs["key_gate"] = torch.rand(shape, generator=generator).double()
+    if routed:
+        profiles, types = mask.geometry.num_profiles, mask.geometry.num_types
+        heads = 2 * group
+        inputs["profile"] = torch.randint(profiles, shape, generator=generator)
+        inputs["query_type"] = torch.randint(types, (2, seq_len, heads), generator=generator)
+        inputs["write_weight"] = 0.5 + torch.rand(shape, generator=generator).double()
+    return mask, inputs
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seq_len=st.integers(1, 40),
+    vc_dim=st.integers(1, 4),
+    group=st.integers(1, 2),
+    seed=st.integers(0, 99),
+    gated=st.sampled_from(["no", "mild", "mixed"]),
+    routed=st.booleans(),
+    boundary=st.sampled_from(sorted(BOUNDARIES)),
+    normalize=st.booleans(),
+    branch=st.sampled_from(["both", "causal", "long_range"]),
+    feature_map=st.sampled_from(["elu", "identity"]),
+)
+def test_rows_are_those_of_the_oracle(
+    seq_len, vc_dim, group, seed, gated, routed, boundary, normalize, branch, feature_map
+):
+    mask, inputs = draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary)
+    options = {"normalize": normalize and feature_map == "elu", "branch": branch}
+    rows = torch.randint(seq_len, (5,), generator=torch.Generator().manual_seed(seed))
+    own = leaves(inputs)
+    at_rows = {name: own[name][:, rows] for name in ("q", "query_type") if name in own}
+    assert few_rows.is_few(at_rows["q"], own["k"])
+    out = smat_attention_at(
+        mask=mask, positions=rows, feature_map=feature_map, **(own | at_rows), **options
+    )
+    true = leaves(inputs)
+    dense = smat.reference_attention(mask=mask, feature_map=feature_map, **true, **options)
+    expected = dense[:, rows]
+    found = out.detach(), gradients(out, own)
+    assert_close(found, (expected.detach(), gradients(expected, true)), torch.float64)
+
+
+def test_many_rows_are_read_from_tables(monkeypatch):
+    mask, inputs = draw_case(33, 3, 1, 0, "mild", True, "fixed")
+    rows = torch.tensor([32, 4, 20])
+    at_rows = {name: inputs[name][:, rows] for name in ("q", "query_type")}
+    few = smat_attention_at(mask=mask, positions=rows, **(inputs | at_rows))
+    monkeypatch.setattr(few_rows, "MAX_ROWS", 2)
+    many = smat_attention_at(mask=mask, positions=rows, **(inputs | at_rows))
+    torch.testing.assert_close(few, many, rtol=1e-12, atol=1e-12)
