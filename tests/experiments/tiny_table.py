@@ -7,7 +7,7 @@ from tiny import Parity, TinyConfig
 from smat.experiments.run import Experiment, Run
 from smat.training import TrainingConfig
 
-SECONDS = {"quick": 0.0, "slow": 0.02}
+SECONDS = {"quick": 0.0, "slow": 0.04}
 
 
 def runs(preset, seeds):

@@ -1,0 +1,124 @@
+"""Kill -9 and Ctrl-C in the middle of a run: started again, it ends in the same weights."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny_table
+import torch
+
+from smat.experiments.engines import SerialEngine
+from smat.experiments.execute import BusyError, claim
+from smat.experiments.records import Store
+from smat.experiments.runner import run_all
+from smat.training.checkpoint import CURRENT, PREVIOUS, WEIGHTS, load_checkpoint
+
+ROOT = Path(__file__).parents[2]
+RUN = tiny_table.runs("slow", [0])[0]
+PATIENCE = 300.0  # seconds; a busy machine takes long to import
+
+
+class Silence:
+    def progressed(self, run, progress):
+        pass
+
+    def ended(self, outcome):
+        pass
+
+
+def start(root, *options):
+    """Start the command in a process of its own."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums in the same order
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    script = Path(tiny_table.__file__)
+    arguments = ["run", "parity", "--preset", "slow", "--seeds", "0", "--only", RUN.arm]
+    arguments += ["--only", RUN.cell, "--device", "cpu", "--out", str(root), *options]
+    return subprocess.Popen(
+        [sys.executable, str(script), *arguments], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def wait_for(condition, process=None):
+    """Wait until something is so, while the process that brings it about is alive."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"the process ended too early: {process.communicate()}")
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def finish(store):
+    """Go on in this process, to the end."""
+    (outcome,) = run_all(
+        [RUN], store, SerialEngine("cpu"), listener=Silence(), should_stop=lambda: False
+    )
+    assert outcome.kind == "finished", outcome.message
+    return outcome.record
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody interrupts."""
+    store = Store(tmp_path_factory.mktemp("whole"), Path("nowhere"))
+    record = finish(store)
+    return record, (store.folder(RUN) / WEIGHTS).read_bytes()
+
+
+def step_of(folder):
+    state, _ = load_checkpoint(folder)
+    return state["step"]
+
+
+def is_free(folder):
+    try:
+        with claim(folder):
+            return True
+    except BusyError:
+        return False
+
+
+@pytest.mark.parametrize("options", [(), ("--jobs", "2")], ids=["serial", "processes"])
+def test_killed_and_started_again_a_run_ends_in_the_same_bits(tmp_path, whole, options):
+    store = Store(tmp_path, Path("nowhere"))
+    folder = store.folder(RUN)
+    process = start(tmp_path, *options)
+    wait_for((folder / PREVIOUS).exists, process)  # so a second checkpoint is whole
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    wait_for(lambda: is_free(folder))  # a process of ours that lost its parent ends by itself
+    step = step_of(folder)
+    assert 0 < step < RUN.training.steps
+    assert store.find(RUN) is None
+    record = finish(store)
+    expected, weights = whole
+    assert (folder / WEIGHTS).read_bytes() == weights
+    for name in ("accuracy", "by_cell", "loss", "curve"):
+        assert record[name] == expected[name], name
+
+
+def test_ctrl_c_keeps_the_last_step_and_says_how_to_go_on(tmp_path, whole):
+    store = Store(tmp_path, Path("nowhere"))
+    folder = store.folder(RUN)
+    process = start(tmp_path)
+    wait_for((folder / CURRENT).exists, process)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "stopping at the next step; Ctrl-C again stops at once" in error
+    step = step_of(folder)
+    assert f"stopped: {RUN.name}: stopped at step {step}, which is kept" in error
+    assert "1 of 1 runs are left; go on with:\n  smat run parity --preset slow" in error
+    assert f"--out {tmp_path}" in error
+    assert "Traceback" not in error
+    finish(store)
+    assert (folder / WEIGHTS).read_bytes() == whole[1]

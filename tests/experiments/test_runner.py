@@ -1,0 +1,202 @@
+"""Finished runs are never repeated, failures stay with their run, processes share the work."""
+
+import json
+import signal
+import threading
+from dataclasses import replace
+
+import pytest
+import tiny_table
+import torch
+
+from smat.experiments.choose import choose_runs, parse_seeds
+from smat.experiments.display import Clock
+from smat.experiments.engines import ProcessEngine, SerialEngine
+from smat.experiments.execute import claim
+from smat.experiments.records import Store
+from smat.experiments.runner import Stop, run_all, unfinished
+from smat.training.checkpoint import CURRENT, WEIGHTS
+
+RUNS = tiny_table.runs("quick", [0])
+
+
+class Notes:
+    """A listener that remembers."""
+
+    def __init__(self):
+        self.steps, self.outcomes = [], []
+
+    def progressed(self, run, progress):
+        self.steps.append((run.key, progress.step))
+
+    def ended(self, outcome):
+        self.outcomes.append(outcome)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path / "out", tmp_path / "results")
+
+
+def make(runs, store, engine=None, stop=lambda: False, **options):
+    notes = Notes()
+    engine = engine or SerialEngine("cpu")
+    outcomes = run_all(runs, store, engine, listener=notes, should_stop=stop, **options)
+    assert outcomes == notes.outcomes
+    return outcomes, notes
+
+
+def weights(store, run):
+    return (store.folder(run) / WEIGHTS).read_bytes()
+
+
+def test_a_finished_run_is_not_repeated_unless_asked(store):
+    first, notes = make(RUNS[:2], store)
+    assert [outcome.kind for outcome in first] == ["finished", "finished"]
+    assert {key for key, _ in notes.steps} == {run.key for run in RUNS[:2]}
+    assert unfinished(RUNS, store) == RUNS[2:]
+    records = [store.path(run).read_text() for run in RUNS[:2]]
+    assert make(RUNS[:2], store)[0] == []
+    assert [store.path(run).read_text() for run in RUNS[:2]] == records
+    again, _ = make(RUNS[:1], store, again=True)
+    assert again[0].record["accuracy"] == first[0].record["accuracy"]
+
+
+def test_a_committed_record_is_enough(store):
+    make(RUNS[:1], store)
+    committed = store.committed / "parity/quick/narrow/T=4-s0.json"
+    committed.parent.mkdir(parents=True)
+    store.path(RUNS[0]).rename(committed)
+    assert make(RUNS[:1], store)[0] == []
+
+
+def test_checkpoints_go_when_the_record_is_there_and_weights_stay(store):
+    make(RUNS[:1], store)
+    names = {path.name for path in store.folder(RUNS[0]).iterdir()}
+    assert {WEIGHTS, "run.json"} <= names
+    assert not any("checkpoint" in name for name in names)
+    assert any(name.startswith("events.out.tfevents") for name in names)
+
+
+def test_a_run_that_fails_leaves_the_others_alone(store):
+    bad = replace(RUNS[0], arm="bad", task=replace(RUNS[0].task, nan_at=5))
+    worse = replace(RUNS[0], arm="worse", model=None)
+    outcomes, _ = make([bad, worse, RUNS[1]], store)
+    assert [outcome.kind for outcome in outcomes] == ["failed", "failed", "finished"]
+    assert "the loss is nan at step 5" in outcomes[0].message
+    assert "AttributeError" in outcomes[1].message
+    trace = store.folder(worse) / "error.txt"
+    assert str(trace) in outcomes[1].message
+    assert "Traceback" in trace.read_text()
+    assert all("\n" not in outcome.message for outcome in outcomes)
+
+
+def test_a_run_at_work_elsewhere_is_left_alone(store):
+    with claim(store.folder(RUNS[0])):
+        outcomes, _ = make(RUNS[:2], store)
+    assert [outcome.kind for outcome in outcomes] == ["busy", "finished"]
+    assert [outcome.kind for outcome in make(RUNS[:2], store)[0]] == ["finished"]
+
+
+def test_a_folder_with_other_settings_is_refused(store):
+    folder = store.folder(RUNS[0])
+    folder.mkdir(parents=True)
+    settings = RUNS[0].to_dict()
+    settings["training"]["decay"] = "all"
+    (folder / "run.json").write_text(json.dumps(settings))
+    (outcome,), _ = make(RUNS[:1], store)
+    assert "training.decay was 'all' and is 'matrices'" in outcome.message
+    assert f"rm -r {folder}" in outcome.message
+
+
+def test_stopping_keeps_the_step_and_going_on_gives_the_same_bits(store, tmp_path):
+    calls = []
+
+    def soon():
+        calls.append(1)
+        return len(calls) > 30
+
+    outcomes, notes = make(RUNS[:3], store, stop=soon)
+    assert [outcome.kind for outcome in outcomes] == ["stopped"]
+    assert (store.folder(RUNS[0]) / CURRENT).exists()
+    outcomes, notes = make(RUNS[:1], store)
+    assert [outcome.kind for outcome in outcomes] == ["finished"]
+    assert notes.steps[0][1] > 20
+    whole = Store(tmp_path / "whole", tmp_path / "results")
+    make(RUNS[:1], whole)
+    assert weights(store, RUNS[0]) == weights(whole, RUNS[0])
+
+
+def test_two_processes_do_what_one_does_and_one_that_dies_is_replaced(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    dying = replace(RUNS[0], arm="dying", task=replace(RUNS[0].task, die_at=5))
+    outcomes, notes = make([dying, *RUNS], store, ProcessEngine(2, "cpu"))
+    kinds = {outcome.run.name: outcome.kind for outcome in outcomes}
+    assert kinds == {run.name: "finished" for run in RUNS} | {dying.name: "failed"}
+    assert {key for key, _ in notes.steps} >= {run.key for run in RUNS}
+    (lost,) = (outcome for outcome in outcomes if outcome.kind == "failed")
+    assert "its process ended with SIGKILL; run the same command again" in lost.message
+    serial = Store(tmp_path / "serial", tmp_path / "results")
+    make(RUNS[:1], serial)
+    assert weights(serial, RUNS[0]) == weights(store, RUNS[0])
+    assert make(RUNS, store, ProcessEngine(2, "cpu"))[0] == []
+
+
+def test_processes_stop_when_asked(store):
+    began = threading.Event()
+    notes = Notes()
+    notes.progressed = lambda run, progress: progress.step > 0 and began.set()
+    engine, slow = ProcessEngine(1, "cpu"), tiny_table.runs("slow", [0])
+    outcomes = run_all(slow, store, engine, listener=notes, should_stop=began.is_set)
+    assert [outcome.kind for outcome in outcomes] == ["stopped"]
+    assert (store.folder(outcomes[0].run) / CURRENT).exists()
+
+
+def test_the_first_ctrl_c_asks_and_the_second_interrupts():
+    told = []
+    stop = Stop(lambda: told.append("stopping"))
+    with stop.listening():
+        assert not stop()
+        signal.raise_signal(signal.SIGINT)
+        assert stop()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert told == ["stopping"]
+
+
+@pytest.mark.parametrize(
+    ("only", "names"),
+    [
+        ((), {"narrow T=4", "narrow T=6", "wide T=4", "wide T=6"}),
+        (("wide",), {"wide T=4", "wide T=6"}),
+        (("T=6",), {"narrow T=6", "wide T=6"}),
+        (("wide", "T=6"), {"wide T=6"}),
+        (("w*", "narrow", "T=4"), {"narrow T=4", "wide T=4"}),
+    ],
+)
+def test_only_chooses_arms_and_cells(only, names):
+    runs = choose_runs(tiny_table.PARITY, "quick", [0], only)
+    assert {f"{run.arm} {run.cell}" for run in runs} == names
+
+
+def test_what_cannot_be_chosen_is_named_with_what_can():
+    with pytest.raises(ValueError, match="parity has no preset 'fast'; known: quick, slow"):
+        choose_runs(tiny_table.PARITY, "fast")
+    with pytest.raises(ValueError, match="no arm or cell 'x'; arms: narrow, wide; cells: T=4, T=6"):
+        choose_runs(tiny_table.PARITY, "quick", only=["x"])
+    with pytest.raises(ValueError, match="seeds are whole numbers, as 0,1,2, not '0;1'"):
+        parse_seeds("0;1")
+
+
+def test_time_left_is_guessed_from_the_pace_of_the_arm():
+    clock = Clock(RUNS, num_parallel=2)  # narrow T=4, narrow T=6, wide T=4, wide T=6, 60 steps each
+    assert clock.seconds_left(RUNS[0]) is clock.all_seconds_left() is None
+    for step, now in ((0, 0.0), (10, 50.0), (20, 60.0)):  # the first ten took long to set up
+        clock.advance(RUNS[0], step, now)
+    assert clock.seconds_left(RUNS[0]) == pytest.approx(40.0)
+    assert clock.all_seconds_left() == pytest.approx((40 + 60 + 60 + 60) / 2)
+    clock.learn("wide", 3.0)
+    assert clock.all_seconds_left() == pytest.approx((40 + 60 + 180 + 180) / 2)
+    for run in RUNS[:3]:
+        clock.end(run)
+    assert clock.all_seconds_left() == pytest.approx(180)
