@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from smat.geometry import Geometry
 from smat.layers import (
     DeltaNet,
     GatedDeltaNet,
@@ -72,6 +73,25 @@ def _hashed(width: int, task: Any, options: dict[str, Any]) -> SMatAttention:
     return SMatAttention(width, horizon=task.max_length, routing=routing, **options)
 
 
+def _scheduled(width: int, task: Any, options: dict[str, Any]) -> SMatAttention:
+    """Route by the hash of token ids under a boundary schedule, in the geometry of training."""
+    name, train = options.pop("boundary"), task.seq_len
+    routing = HashedRouting(task.vocab_size, options.get("num_heads", 4), write_lag=1)
+    field_size = Geometry.for_distant(train // 2, options.get("vc_dim", 2)).field_size
+    schedules = {
+        "none": boundary.none(),
+        "kept": boundary.kept(train // 2),
+        "rebuilt": None,  # half of every length; at the training length it is `kept`
+        "doubling": boundary.doubling(),
+        "window_8": boundary.window(train // 8),
+        "window_4": boundary.window(train // 4),
+    }
+    return SMatAttention(
+        width, routing=routing, field_size=field_size, boundary=schedules[name],
+        horizon=None if name == "rebuilt" else train, **options,
+    )  # fmt: skip
+
+
 def _linear(width: int, task: Any, options: dict[str, Any]) -> SMatAttention:
     return SMatAttention(width, vc_dim=1, horizon=task.max_length, **options)
 
@@ -90,7 +110,7 @@ def _with_memory(
             heads = options.get("expand", 2) * width // options.get("head_dim", 64)
         longest, *others = [masks[length] for length in sorted(masks, reverse=True)]
         made = memory(width, heads, longest, other_masks=others, num_reads=num_reads)
-        made.masks = masks  # by the length of a call
+        setattr(made, "masks", masks)  # noqa: B010 - by the length of a call
         return backbone(width, memory=made, **options)
 
     return make
@@ -121,6 +141,7 @@ MIXERS: dict[str, Callable[[int, Any, dict[str, Any]], nn.Module]] = {
     "gated_deltanet_log_linear": _plain(LogLinearGatedDeltaNet),
     "linear": _linear,
     "smat_hashed": _hashed,
+    "smat_schedule": _scheduled,
     "mamba2_smat": _with_memory(Mamba2, ProfileMemory),
     "gated_deltanet_smat": _with_memory(GatedDeltaNet, TransportedMemory),
 }

@@ -76,6 +76,11 @@ class JointRecall:
         return self._first_value + self.num_values
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of all loads."""
+        return tuple(sorted({sequence_length(*load) for load in self.loads}))
+
+    @property
     def max_length(self) -> int:
         """The longest load."""
         return max(sequence_length(*load) for load in self.loads)

@@ -81,6 +81,11 @@ class MQAR:
         return self.vocab_size // 2
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths of all loads."""
+        return tuple(sorted({load[0] for load in self.train_loads + self.eval_loads}))
+
+    @property
     def max_length(self) -> int:
         """The longest load."""
         return max(load[0] for load in self.train_loads + self.eval_loads)
