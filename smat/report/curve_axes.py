@@ -12,6 +12,7 @@ WIDTH, HEIGHT = 320, 252
 LEFT, RIGHT = 38, 312
 ACCURACY, LOSS = (20, 112), (140, 226)  # from the top of a plot to its bottom
 MOST_TICKS = 4
+SMALLEST = 1e-4  # of the largest loss: what is smaller lies on the lower edge
 LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic scale
 
 
@@ -49,7 +50,7 @@ def scale_of(records: Iterable[Record]) -> Scale | None:
         return None
     low, high = losses[0], losses[-1]
     positive = next((loss for loss in losses if loss > 0), 0.0)
-    low_log = max(positive, high * 1e-6)
+    low_log = max(positive, high * SMALLEST)
     log = low >= 0 and high > 0 and high / low_log > LOG_FROM
     if log:
         low = low_log
@@ -64,7 +65,7 @@ def frame(scale: Scale) -> str:
     for accuracy in (0, 50, 100):
         parts.append(_rule(scale.accuracy(accuracy), str(accuracy)))
     for loss in loss_ticks(scale):
-        parts.append(_rule(scale.loss(loss), f"{loss:g}"))
+        parts.append(_rule(scale.loss(loss), format_loss(loss)))
     for step in step_ticks(scale.last_step):
         anchor = "end" if scale.x(step) > RIGHT - 12 else "middle"
         x = RIGHT if anchor == "end" else scale.x(step)
@@ -99,6 +100,15 @@ def loss_ticks(scale: Scale) -> list[float]:
     step = round_step((high - low) / 3)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def format_loss(loss: float) -> str:
+    """Write a loss shortly enough for the margin.
+
+    >>> [format_loss(loss) for loss in (0, 0.25, 0.001, 0.0001, 10)]
+    ['0', '0.25', '0.001', '1e-4', '10']
+    """
+    return f"{loss:g}" if loss == 0 or loss >= 0.001 else f"{loss:.0e}".replace("e-0", "e-")
 
 
 def step_ticks(last: float) -> list[float]:

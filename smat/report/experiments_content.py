@@ -38,10 +38,10 @@ NOT_REPRODUCED = (
 
 @dataclass(frozen=True)
 class PresetTable:
-    """The table of one preset with what belongs to it."""
+    """The table of one preset; `about` says what it reduces, and where the paper has the table."""
 
     preset: str
-    reduced: str
+    about: str
     table: ResultTable
     loads: ResultTable | None
     facts: Mapping[str, str]
@@ -56,7 +56,6 @@ class Section:
     experiment: Experiment
     task: str
     choices: str
-    sources: Sequence[str]
     tables: Sequence[PresetTable]
     not_run: Sequence[str]  # presets without a single run
     details: Sequence[Mapping[str, Any]]  # what else the paper says about these runs
@@ -88,13 +87,10 @@ def _section(experiment: Experiment, records: Sequence[Record], published: Publi
         tables = [_preset_table(experiment, fullest, records, published)]
     tables = fullest_first(tables, list(experiment.presets))
     shown = [table.preset for table in tables]
-    keys = [key for key in published_keys(experiment) if key in published]
-    sources = [published[key]["source"] for key in keys]
     return Section(
         experiment,
         describe_task(experiment, shown[0]),
         cleandoc(experiment.describe),
-        sources,
         tables,
         [preset for preset in experiment.presets if preset not in shown],
         detail_tables(experiment, published),
@@ -128,13 +124,21 @@ def _preset_table(
     table = result_table(experiment, preset, records, published)
     return PresetTable(
         preset,
-        preset_line(experiment, preset),
+        _about(experiment, preset, published),
         table,
         load_table(experiment, preset, records),
         facts_of(table.records),
         progress_of(experiment, preset, table),
         stale_note(table, experiment, preset),
     )
+
+
+def _about(experiment: Experiment, preset: str, published: Published) -> str:
+    """Say what a preset reduces, and where the paper has the table."""
+    sources = [published[key]["source"] for key in published_keys(experiment) if key in published]
+    sentences = [preset_line(experiment, preset).rstrip(". ")]
+    sentences += [f"The paper: {'; '.join(sources)}"] if sources else []
+    return "".join(f"{text}. " for text in sentences if text).strip()
 
 
 def progress_of(experiment: Experiment, preset: str, table: ResultTable) -> str:

@@ -16,7 +16,7 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
 
     >>> record = {"minutes": 3.0, "hardware": {"cpu": "EPYC", "cores": 2, "torch": "2.13.0"}}
     >>> facts_of([record, {**record, "minutes": 6.0}])
-    {'runs': '2', 'time': '9.0 min in all, 4.5 min a run (3.0–6.0)',
+    {'runs': '2', 'time': '9.0 min in all, 4.5 min a run (3.0 min to 6.0 min)',
      'machine': 'EPYC, 2 cores, torch 2.13.0'}
     """
     if not records:
@@ -24,9 +24,9 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
     minutes = [record["minutes"] for record in records]
     took = f"{format_minutes(sum(minutes))} in all"
     if len(minutes) > 1:
-        least, most = _minutes(min(minutes)), _minutes(max(minutes))
-        span = f" ({least}{RANGE}{most})" if least != most else ""
-        took += f", {_minutes(fmean(minutes))} min a run{span}"
+        least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
+        span = f" ({least} to {most})" if least != most else ""
+        took += f", {format_minutes(fmean(minutes))} a run{span}"
     facts = {
         "runs": str(len(records)),
         "time": took,

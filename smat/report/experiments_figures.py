@@ -13,7 +13,8 @@ from smat.report.experiments_results import ResultTable
 from smat.report.learning_curves import LineStyle, line_styles, panel
 from smat.report.mask_panels import KINDS, example_masks, mask_caption, mask_svg, mask_title
 
-GAP, KEY_WIDTH, KEY_HEIGHT = 24, 200, 20
+GAP, KEY_HEIGHT = 24, 20
+LETTER, SWATCH = 6.4, 52  # pixels of a letter of a legend, and of the line before it
 MASK_SIZE = 200
 MOST_ARMS = 40  # arms of a legend that light up when pointed at
 
@@ -50,22 +51,27 @@ def curves_file(experiment: Experiment, table: ResultTable) -> str:
         return ""
     num_columns = min(3, len(panels))
     width = num_columns * WIDTH + (num_columns - 1) * GAP
-    keys_a_row = max(1, width // KEY_WIDTH)
-    parts = []
-    for number, (arm, style) in enumerate(styles.items()):
-        x, y = number % keys_a_row * KEY_WIDTH, number // keys_a_row * KEY_HEIGHT
-        label = escape(experiment.arms.get(arm, arm))
-        parts.append(
-            f'<g class="key" transform="translate({x} {y})">{_swatch(style)}'
-            f'<text x="32" y="13">{label}</text></g>'
-        )
-    top = -(-len(styles) // keys_a_row) * KEY_HEIGHT + GAP
+    legend, top = _legend({experiment.arms.get(arm, arm): styles[arm] for arm in styles}, width)
+    parts = [legend]
     for number, svg in enumerate(panels.values()):
         x, y = number % num_columns * (WIDTH + GAP), number // num_columns * (HEIGHT + GAP)
         place = f'<svg x="{x}" y="{top + y}" width="{WIDTH}" height="{HEIGHT}" '
         parts.append(svg.replace("<svg ", place, 1))
     height = top + -(-len(panels) // num_columns) * (HEIGHT + GAP)
     return _file(width, height, "".join(parts))
+
+
+def _legend(styles: Mapping[str, LineStyle], width: int) -> tuple[str, int]:
+    """Set the keys in columns that hold the longest; return them and the height they take."""
+    key_width = round(SWATCH + LETTER * max(map(len, styles)))
+    keys_a_row = max(1, width // key_width)
+    keys = [
+        f'<g class="key" transform="translate({number % keys_a_row * key_width} '
+        f'{number // keys_a_row * KEY_HEIGHT})">{_swatch(style)}'
+        f'<text x="32" y="13">{escape(label)}</text></g>'
+        for number, (label, style) in enumerate(styles.items())
+    ]
+    return "".join(keys), -(-len(styles) // keys_a_row) * KEY_HEIGHT + GAP
 
 
 def _panels(
@@ -120,14 +126,14 @@ def masks_file() -> str:
     masks = example_masks()
     parts = []
     for number, mask in enumerate(masks):
-        place = (
-            f'<svg x="{number * (MASK_SIZE + GAP)}" y="0" width="{MASK_SIZE}" height="{MASK_SIZE}" '
-        )
         x = number * (MASK_SIZE + GAP)
+        place = f'<svg x="{x}" y="0" width="{MASK_SIZE}" height="{MASK_SIZE}" '
         parts.append(mask_svg(mask).replace("<svg ", place, 1))
         parts.append(f'<text class="title" x="{x}" y="{MASK_SIZE + 20}">{mask_title(mask)}</text>')
-        parts.append(f'<text class="key" x="{x}" y="{MASK_SIZE + 38}">{mask_caption(mask)}</text>')
-    return _file(len(masks) * (MASK_SIZE + GAP) - GAP, MASK_SIZE + 48, "".join(parts))
+        for line, text in enumerate(mask_caption(mask).split(", ")):
+            y = MASK_SIZE + 38 + 16 * line
+            parts.append(f'<text class="key" x="{x}" y="{y}">{text}</text>')
+    return _file(len(masks) * (MASK_SIZE + GAP) - GAP, MASK_SIZE + 64, "".join(parts))
 
 
 def _file(width: int, height: int, body: str) -> str:

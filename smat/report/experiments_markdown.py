@@ -42,9 +42,8 @@ def _section(section: Section, pictures: Mapping[str, str]) -> list[str]:
     experiment = section.experiment
     parts = [f"## {escape_markdown(experiment.title)}", section.task]
     for table in section.tables:
-        source = f"The paper: {'; '.join(section.sources)}." if section.sources else ""
         parts.append(f"### Preset {escape_markdown(table.preset)}")
-        parts.append(escape_markdown(f"{table.reduced} {source}"))
+        parts.append(escape_markdown(table.about))
         parts.append(format_markdown(table.table))
         parts += [escape_markdown(table.note), _facts(table.facts)]
         if table.loads:

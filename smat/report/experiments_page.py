@@ -164,13 +164,12 @@ def _section(section: Section) -> str:
 
 def _preset(section: Section, preset: PresetTable, first: bool) -> str:
     experiment, table = section.experiment, preset.table
-    source = f"The paper: {'; '.join(section.sources)}." if section.sources else ""
     facts = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>"
         for name, text in preset.facts.items()
     )
     parts = [f"<h3>Preset {escape(preset.preset)}</h3>"]
-    parts.append(f'<p class="reduced">{escape(preset.reduced)} {escape(source)}</p>')
+    parts.append(f'<p class="reduced">{escape(preset.about)}</p>')
     parts.append(table_html(table, f"{experiment.title}, preset {preset.preset}"))
     if preset.note:
         parts.append(f'<p class="note">{escape(preset.note)}</p>')

@@ -1,0 +1,98 @@
+"""A table reads the same in Markdown and on a terminal: ours, the paper's, the controls."""
+
+import re
+from io import StringIO
+
+import pytest
+from rich.console import Console
+
+from smat.report import experiments_table
+from smat.report.experiments_table import escape_markdown, markdown_table, print_table
+from tests.report.experiments_case import ARMS, EXPERIMENT, PUBLISHED, make_record, write_record
+
+RECORDS = [
+    *(make_record("softmax", "k=1", seed, value) for seed, value in enumerate((99.0, 100.0, 98.5))),
+    make_record("softmax", "k=2", 0, 51.27),
+    make_record("smat_d2", "k=1", 0, 98.04, minutes=0.5, parameters=1_360_000),
+]
+
+
+def read_markdown(text):
+    """Return the cells of a Markdown table; an escaped bar does not separate."""
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines()]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+def test_markdown_has_ours_in_bold_and_the_papers_below():
+    lines = read_markdown(markdown_table(EXPERIMENT, "paper", RECORDS, PUBLISHED))
+    assert lines[0] == ["", "k = 1", "k = 2", "k = 3", "seeds", "parameters", "min a run"]
+    assert lines[1] == ["---", *["---:"] * 6]
+    assert lines[2][:4] == ["**Softmax**", "99.2 ± 0.8 (n = 3)", "51.3 (n = 1)", "not run"]
+    assert lines[2][4:] == ["1–3", "58 K", "4.5"]
+    assert lines[3] == ["↳ paper", "100.0 ± 0.0", "46.6 ± 2.4", "7.8", "", "", ""]
+    assert lines[4][1:] == ["98.0", "not run", "not run", "1", "1.4 M", "0.50"]
+    assert lines[5][:4] == ["↳ paper", "99.9 ± 0.1", "–", "–"]
+    assert lines[6] == ["**SMat (d = 3)**", *["not run"] * 3, "", "", ""]
+    assert lines[7][:4] == ["↳ An oracle, paper only", "98.8 ± 0.5", "–", "–"]
+    assert {len(line) for line in lines} == {7}
+
+
+def test_labels_are_escaped():
+    text = markdown_table(EXPERIMENT, "paper", RECORDS, PUBLISHED)
+    assert r"**SMat &lt;d\|2&gt; &amp; \*co\***" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("plain words, k = 1", "plain words, k = 1"),
+        ("a_b", r"a\_b"),
+        ("[x](y) `z`", r"\[x\](y) \`z\`"),
+        ("two\nlines", "two lines"),
+        ("\\", "\\\\"),
+    ],
+)
+def test_markdown_shows_what_was_written(text, escaped):
+    assert escape_markdown(text) == escaped
+
+
+def test_losses_among_controls_keep_three_decimals():
+    records = [
+        make_record(arm, "k=1", 0, 50.0, controls={"loss of a constant (nats)": 0.37677})
+        for arm in ARMS
+    ]
+    lines = read_markdown(markdown_table(EXPERIMENT, "paper", records, PUBLISHED))
+    assert lines[-1][:3] == ["loss of a constant (nats)", "0.377", "–"]
+
+
+def printed(folder, monkeypatch, preset="paper"):
+    monkeypatch.setattr(experiments_table, "load_published", lambda: PUBLISHED)
+    console = Console(width=200, record=True, file=StringIO())
+    print_table(EXPERIMENT, preset, [folder], console)
+    return console.export_text()
+
+
+def test_a_terminal_shows_the_same_numbers_as_markdown(tmp_path, monkeypatch):
+    for record in RECORDS:
+        write_record(tmp_path, record)
+    text = printed(tmp_path, monkeypatch)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
+    rows = [row for row in rows if row]
+    lines = read_markdown(markdown_table(EXPERIMENT, "paper", RECORDS, PUBLISHED))[2:]
+    assert [row[1:] for row in rows] == [line[1:] for line in lines]
+    assert rows[2][0] == ARMS["smat_d2"]  # as it is: no markup of the label is obeyed
+    assert "as in the paper." in text
+    assert "18 min in all" in text  # four runs of 4.5 minutes and one of half a minute
+    assert "A <CPU>, 2 cores, torch 2.13.0" in text
+    assert "0123456789" in text
+
+
+def test_a_terminal_says_that_settings_have_changed(tmp_path, monkeypatch):
+    write_record(tmp_path, make_record("softmax", "k=1", 0, 50.0, key="of another time"))
+    assert "1 of the 1 runs were made with other settings" in printed(tmp_path, monkeypatch)
+
+
+def test_a_table_without_a_run_prints(tmp_path, monkeypatch):
+    text = printed(tmp_path, monkeypatch, preset="quick")
+    assert text.count("not run") == 9
+    assert "runs  none" in text
