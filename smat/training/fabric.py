@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smat.extras import require
+from smat.ops.workspace import keep_freed_pages
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -38,6 +39,8 @@ def make_fabric(
         raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}")
     if kind == "cpu" and precision.startswith("bf16"):
         guard_bfloat16()
+    if kind == "cpu":
+        keep_freed_pages()  # a step's temporaries are those of the step before
     for name in ("lightning", "lightning.fabric"):  # it tells at length what was asked for
         logging.getLogger(name).setLevel(logging.WARNING)
     devices = [int(index)] if index else num_devices
