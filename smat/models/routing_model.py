@@ -76,7 +76,7 @@ class SubsetRoutingModel(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("query_of_request", query, persistent=False)
         seen = self.mask.dense()[rows].sum(-1) if mixer == "smat" else rows + 1
-        self.register_buffer("num_seen", seen.float()[:, None], persistent=False)
+        self.register_buffer("num_seen", seen.float().view(1, -1, 1, 1), persistent=False)
         self.position = nn.Parameter(torch.empty(length, width))
         self.payload_in = nn.Linear(task.payload_dim, width, bias=False)
         self.request_in = nn.Linear(task.num_landmarks, width, bias=False) if task.content else None
