@@ -14,8 +14,8 @@ One layer of width 64 with 32-dimensional queries, keys and values, Adam at 3e-3
 steps, fp32, as the paper has it. The paper leaves open, and here is chosen: payloads N(0, 1), \
 requests uniform over all subsets, the request named by the query's row alone (the nearest \
 realisable row where the mask has none); queries, keys and gates from a learned position table and \
-values from payloads alone, as the task's definition has zero values elsewhere; normalised reads \
-multiplied by the number of positions that the row sees. The models without a mask are asked at \
+values from payloads alone, as the task's definition has zero values elsewhere; no factor for the \
+number of positions that a row sees. The models without a mask are asked at \
 the rows of the causal mask, so that (k + 1) / 2^k bounds them whatever they learn; one softmax \
 model is told the request as content, at a row that sees everything. Recurrences run bare, one \
 head of 32 without convolution. The learning rate falls on a cosine to 0: at the constant rate \

@@ -51,8 +51,9 @@ class SubsetRoutingModel(nn.Module):
 
     `mixer`: smat (normalised linear attention, 32 positive random features), softmax, mamba2,
     deltanet, gated_deltanet or log_linear (the recurrences alone, one head, without convolution).
-    Normalised reads are multiplied by the number of positions that their row sees: a mean cannot
-    return a sum. A task with `content` adds the request itself to the query.
+    Normalised reads are left as they are: attention that learns to look at landmarks alone needs no
+    factor for the number of positions that a row sees, and one would amplify its jitter. A task
+    with `content` adds the request itself to the query.
     """
 
     def __init__(
@@ -72,11 +73,8 @@ class SubsetRoutingModel(nn.Module):
             query = torch.arange(len(rows))
         self.rows: Tensor
         self.query_of_request: Tensor
-        self.num_seen: Tensor
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("query_of_request", query, persistent=False)
-        seen = self.mask.dense()[rows].sum(-1) if mixer == "smat" else rows + 1
-        self.register_buffer("num_seen", seen.float().view(1, -1, 1, 1), persistent=False)
         self.position = nn.Parameter(torch.empty(length, width))
         self.payload_in = nn.Linear(task.payload_dim, width, bias=False)
         self.request_in = nn.Linear(task.num_landmarks, width, bias=False) if task.content else None
@@ -127,17 +125,16 @@ class Gates(nn.Module):
 
 
 def _smat(model: SubsetRoutingModel, read: Read) -> Tensor:
-    y = smat_attention_at(
+    return smat_attention_at(
         read.q, read.k, read.v, model.mask, read.rows, feature_map=Favor(model.head_dim)
     )
-    return y * model.num_seen
 
 
 def _softmax(model: SubsetRoutingModel, read: Read) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (read.q, read.k, read.v))
     causal = torch.arange(k.shape[2], device=k.device) <= read.rows[:, None]
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal)
-    return y.transpose(1, 2) * model.num_seen
+    return y.transpose(1, 2)
 
 
 def _mamba2(model: SubsetRoutingModel, read: Read) -> Tensor:
