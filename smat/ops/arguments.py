@@ -22,6 +22,7 @@ def check_arguments(
     write_weight: Tensor | None,
     profile: Tensor | None,
     query_type: Tensor | None,
+    read_weight: Tensor | None,
     positions: Tensor | None,
     attention_mask: Tensor | None,
     cu_seqlens: Tensor | None,
@@ -44,12 +45,10 @@ def check_arguments(
             _check_per_token(name, gate, k.shape[1], q, k)
             if not gate.dtype.is_floating_point:
                 raise ValueError(f"{name} must be floating-point, got {gate.dtype}")
-    for name, index in (("profile", profile), ("query_type", query_type)):
-        if index is not None:
-            is_type = name == "query_type"
-            time = q.shape[1] if is_type else k.shape[1]
-            _check_per_token(name, index, time, q, q if is_type else k)
-            _check_integers(name, index)
+    if profile is not None:
+        _check_per_token("profile", profile, k.shape[1], q, k)
+        _check_integers("profile", profile)
+    _check_reads(query_type, read_weight, q)
     _check_padding(attention_mask, cu_seqlens, q)
     _check_packing(cu_seqlens, q)
 
@@ -94,6 +93,32 @@ def _check_per_token(name: str, x: Tensor, time: int, q: Tensor, k: Tensor) -> N
             f"{name} must be (batch, time, heads) = ({q.shape[0]}, {time}, {heads}), "
             f"got {tuple(x.shape)}"
         )
+
+
+def _check_reads(query_type: Tensor | None, read_weight: Tensor | None, q: Tensor) -> None:
+    if query_type is None:
+        if read_weight is not None:
+            raise ValueError("read_weight weighs the types of query_type, which is missing")
+        return
+    if query_type.ndim == 4 and query_type.shape[3] < 1:
+        raise ValueError(f"a query reads at least one type, got {tuple(query_type.shape)}")
+    first = query_type[..., 0] if query_type.ndim == 4 else query_type
+    _check_per_token("query_type", first, q.shape[1], q, q)
+    _check_integers("query_type", query_type)
+    if read_weight is None:
+        return
+    if read_weight.shape != query_type.shape:
+        raise ValueError(
+            f"read_weight must be {tuple(query_type.shape)} as query_type is, "
+            f"got {tuple(read_weight.shape)}"
+        )
+    if not read_weight.dtype.is_floating_point:
+        raise ValueError(f"read_weight must be floating-point, got {read_weight.dtype}")
+
+
+def several_reads(query_type: Tensor | None, read_weight: Tensor | None) -> bool:
+    """Whether what a query reads of distant keys is weighed, or read more than once."""
+    return query_type is not None and (query_type.ndim == 4 or read_weight is not None)
 
 
 def _check_integers(name: str, index: Tensor) -> None:

@@ -14,7 +14,7 @@ from smat.ops.long_range import LongRangeGrads
 from smat.ops.pieces import Block
 from smat.ops.rows import Inputs, Share, inverse_or_zero
 
-DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight")
+DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight", "read_weight")
 
 
 def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -103,6 +103,11 @@ def _put_grads(
             grad_phi = grad_phi + seen
         if block.stop <= distant.psi.shape[1]:
             far, grad_v = distant.psi[:, span], grad_v + distant.v[:, span]
+    if inputs.read_weight is not None:
+        pulled_reads = None if distant is None else distant.read_weight.of(block.boundary, taken)
+        if pulled_reads is None:
+            pulled_reads = torch.zeros_like(share.of_queries(inputs.read_weight, taken))
+        share.put_queries(pulled_reads, grads["read_weight"], taken)
     features = share.key_features(span)
     if inputs.write_weight is not None:
         weight = share.of_keys(inputs.write_weight, span).to(grad_psi.dtype)

@@ -68,7 +68,7 @@ class SMatState(StateTables):
         True
 
         ``feature_dim`` is the width of a feature map that changes the width of its argument, and
-        ``weighted`` makes room for a write_weight where there is no other need for it, at d = 1.
+        ``weighted`` makes room for weights where there is no other need for it, at d = 1.
         ``fold="at_once"`` folds when the boundary moves, amortised constant work per token, instead
         of a little with every token.
         """
@@ -111,6 +111,7 @@ class SMatState(StateTables):
         cu_seqlens: Tensor | None = None,
         num_query_heads: int | None = None,
         mapped: bool = False,
+        weighted: bool = False,
         fold: str = "spread",
     ) -> SMatState:
         """Return the state after a prompt of keys and values, (B, T, H, .).
@@ -135,7 +136,8 @@ class SMatState(StateTables):
         state = cls.empty(
             mask, len(k), k.shape[2], k.shape[3], v.shape[3], query_heads=num_query_heads,
             feature_map=feature_map, normalize=normalize, device=k.device, fold=fold,
-            dtype=torch.promote_types(v.dtype, torch.float32), weighted=write_weight is not None,
+            dtype=torch.promote_types(v.dtype, torch.float32),
+            weighted=weighted or write_weight is not None,
         )  # fmt: skip
         tokens = load_tokens(
             state, None, k, v, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,

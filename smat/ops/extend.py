@@ -16,10 +16,11 @@ from smat.ops.entries import (
     type_entries,
 )
 from smat.ops.fold import decay_factor, pick, spread_fold
-from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
+from smat.ops.grouping import Grouping, PeriodicGroups
 from smat.ops.pieces import cut_blocks
 from smat.ops.row_groups import RowGroup
 from smat.ops.rows import CPU_TILES, MAX_CHUNKS
+from smat.ops.sorted_groups import SortedGroups
 from smat.ops.state import StateTables
 from smat.ops.step import enter, leave_profiles, pass_gates
 from smat.ops.timeline import Moment

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
-from smat.ops.arguments import check_arguments, one_per_head
+from smat.ops.arguments import check_arguments, one_per_head, several_reads
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
 from smat.ops.few_rows import attend_few_rows, is_few
@@ -33,6 +34,7 @@ def smat_attention(
     write_weight: Tensor | None = None,
     profile: Tensor | None = None,
     query_type: Tensor | None = None,
+    read_weight: Tensor | None = None,
     normalize: bool = True,
     positions: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -64,7 +66,9 @@ def smat_attention(
         key_gate: h_j >= 0, scales what a token writes.
         write_weight: Scales only what a token writes to its profile: the straight-through weight.
         profile: The profile that each token writes to, instead of the positional one.
-        query_type: The type that each query reads, instead of the positional one.
+        query_type: The type that each query reads, instead of the positional one; (B, T, H, k) for
+            k reads a query, which are added up.
+        read_weight: (B, T, H, k), the weight of each read, of the normaliser's part too.
         normalize: Divide by the sum of weights; a row that sees nothing gives 0.
         positions: Compute the output only at these positions, (R,): pooling plus R reads.
         attention_mask: (B, T), 0 for padding on either side. Each row gives what its real tokens
@@ -85,7 +89,7 @@ def smat_attention(
     _check_branch(branch)
     check_arguments(
         q, k, v, mask, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,
-        profile=profile, query_type=query_type, positions=positions,
+        profile=profile, query_type=query_type, read_weight=read_weight, positions=positions,
         attention_mask=attention_mask, cu_seqlens=cu_seqlens, output_final_state=output_final_state,
     )  # fmt: skip
     pointwise, before = split_feature_map(feature_map)
@@ -93,18 +97,19 @@ def smat_attention(
         q, k, v, log_decay, key_gate, write_weight, profile
     )
     padding = Padding(attention_mask)
-    q, k, v, log_decay, write_weight, profile, query_type = padding.remove(
-        q, k, v, log_decay, write_weight, profile, query_type
+    reads: Sequence[Tensor | None] = (query_type, read_weight)
+    q, k, v, log_decay, write_weight, profile, *reads = padding.remove(
+        q, k, v, log_decay, write_weight, profile, *reads
     )
     key_gate = padding.close(key_gate, k)
     rows = None if padding.moves else positions
     if rows is not None:
-        q, query_type = q[:, rows], None if query_type is None else query_type[:, rows]
+        q, reads = q[:, rows], [None if x is None else x[:, rows] for x in reads]
     if before is not None:  # padding is gone, so that a map never meets what it held
         q, k = before(q), before(k)
     gates = (log_decay, key_gate, write_weight, profile)
     options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
-    out = _attend(q, k, v, gates, query_type, rows, options)
+    out = _attend(q, k, v, gates, reads, rows, options)
     if rows is None:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]
@@ -116,7 +121,7 @@ def smat_attention(
             k, v, mask, feature_map=feature_map, log_decay=log_decay, key_gate=key_gate,
             write_weight=write_weight, profile=profile, normalize=normalize,
             lengths=padding.lengths, cu_seqlens=cu_seqlens, num_query_heads=q.shape[2],
-            mapped=before is not None,
+            mapped=before is not None, weighted=several_reads(query_type, read_weight),
         )  # fmt: skip
     return out, state
 
@@ -134,6 +139,7 @@ def smat_attention_at(
     write_weight: Tensor | None = None,
     profile: Tensor | None = None,
     query_type: Tensor | None = None,
+    read_weight: Tensor | None = None,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
     branch: str = "both",
@@ -149,15 +155,15 @@ def smat_attention_at(
     >>> torch.allclose(some, smat.smat_attention(q, k, v, mask)[0][:, rows], atol=1e-5)
     True
 
-    The arguments of `smat_attention`; query_type is given at these positions too. It is for layers
-    that need no query elsewhere: they neither project nor hold one.
+    The arguments of `smat_attention`; query_type and read_weight are given at these positions too.
+    It is for layers that need no query elsewhere: they neither project nor hold one.
     """
     choose_backend(backend, q)
     _check_branch(branch)
     check_arguments(
         q, k, v, mask, log_decay=log_decay, key_gate=key_gate, write_weight=write_weight,
-        profile=profile, query_type=query_type, positions=positions, at_positions=True,
-        attention_mask=None, cu_seqlens=cu_seqlens, output_final_state=False,
+        profile=profile, query_type=query_type, read_weight=read_weight, positions=positions,
+        at_positions=True, attention_mask=None, cu_seqlens=cu_seqlens, output_final_state=False,
     )  # fmt: skip
     pointwise, before = split_feature_map(feature_map)
     k, v, *gates = one_per_head(q, k, v, log_decay, key_gate, write_weight, profile)
@@ -170,24 +176,31 @@ def smat_attention_at(
         )  # fmt: skip
         return out.to(v.dtype)
     options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
-    return _attend(q, k, v, tuple(gates), query_type, positions, options)
+    return _attend(q, k, v, gates, (query_type, read_weight), positions, options)
 
 
 def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    gates: tuple[Tensor | None, ...],
-    query_type: Tensor | None,
+    gates: Sequence[Tensor | None],
+    reads: Sequence[Tensor | None],
     rows: Tensor | None,
     options: tuple[Any, ...],
 ) -> Tensor:
     """Call the operator, which wants queries in the order of their positions."""
+    log_decay, key_gate, write_weight, profile = gates
     order = None
     if rows is not None:
         rows, order = torch.sort(rows.long())
-        q, query_type = q[:, order], None if query_type is None else query_type[:, order]
-    wide, _ = attend(q, k, v, *gates, query_type, rows, *options)
+        q, reads = q[:, order], [None if x is None else x[:, order] for x in reads]
+    query_type, read_weight = reads
+    if read_weight is not None and query_type is not None and query_type.ndim == 3:
+        query_type, read_weight = query_type.unsqueeze(-1), read_weight.unsqueeze(-1)
+    wide, _ = attend(
+        q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, rows,
+        *options,
+    )  # fmt: skip
     out = wide.to(v.dtype)
     return out if order is None else out[:, torch.argsort(order)]
 

@@ -20,70 +20,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from smat.geometry import Geometry
 from smat.geometry.radon import backproject_tables, tabulate_tables
-from smat.masks import Segment, SMatMask
+from smat.masks import Segment
 from smat.ops.decay import LogDecay
-from smat.ops.grouping import Grouping, PeriodicGroups, SortedGroups
+from smat.ops.grouping import Grouping
+from smat.ops.routing import Routing
+from smat.ops.sorted_groups import SortedGroups
 from smat.ops.workspace import scratch
 
 TABLE_BYTES = 24 << 20  # of one type table; a table that is larger is worked off by feature blocks
 COLLECTED = 4096  # keys read at a time
-
-
-@dataclass(frozen=True)
-class Routing:
-    """Who writes where and who reads what, for N rows: positional unless given by content."""
-
-    mask: SMatMask
-    segments: tuple[Segment, ...]
-    profile: Tensor | None = None  # (N, T)
-    query_type: Tensor | None = None  # (N, G, R)
-    positions: Tensor | None = None  # (R,), sorted: the queries that there are
-
-    @property
-    def geometry(self) -> Geometry:
-        """The geometry whose points and hyperplanes the routing names."""
-        return self.mask.geometry
-
-    def folds(self) -> list[Segment]:
-        """The segments with distant keys; each begins with a fold."""
-        return [segment for segment in self.segments if segment.boundary > 0]
-
-    @property
-    def num_distant(self) -> int:
-        """The number of keys that are distant for some query."""
-        return self.segments[-1].boundary
-
-    def keys(self, start: int, stop: int) -> Grouping:
-        """Group the keys of a range by profile."""
-        num_profiles = self.geometry.num_profiles
-        if self.profile is None:
-            return PeriodicGroups(num_profiles, start)
-        return SortedGroups(self.profile[:, start:stop], num_profiles)
-
-    def taken(self, segment: Segment) -> slice:
-        """Say which of the queries belong to a segment."""
-        if self.positions is None:
-            return slice(segment.start, segment.stop)
-        edges = torch.tensor([segment.start, segment.stop], device=self.positions.device)
-        return slice(*torch.searchsorted(self.positions, edges).tolist())
-
-    def at(self, segment: Segment, device: torch.device) -> Tensor:
-        """Return the positions of a segment's queries."""
-        if self.positions is None:
-            return torch.arange(segment.start, segment.stop, device=device)
-        return self.positions[self.taken(segment)]
-
-    def queries(self, segment: Segment, head: int, num_rows: int) -> Grouping:
-        """Group a segment's queries by type, one head of the group at a time."""
-        num_types = self.geometry.num_types
-        if self.query_type is not None:
-            return SortedGroups(self.query_type[:, head, self.taken(segment)], num_types)
-        if self.positions is None:
-            return PeriodicGroups(num_types, segment.start + 1 - self.mask.schedule.anchor)
-        index = self.mask.query_type(self.positions[self.taken(segment)])
-        return SortedGroups(index.expand(num_rows, -1), num_types)
 
 
 class Source(Protocol):
@@ -120,6 +66,7 @@ class LongRangeGrads(NamedTuple):
     """Gradients of the queries that see distant keys, and of the keys that are ever distant."""
 
     phi: OfQueries
+    read_weight: OfQueries
     psi: Tensor
     v: Tensor
 
@@ -164,7 +111,7 @@ class LongRangeBranch:
                     continue
                 asked = phi[segment.boundary][..., features]
                 answers = [
-                    self.routing.queries(segment, head, len(asked)).read(asked[:, head], table)
+                    self._queries(segment, head).read(asked[:, head], table)
                     for head in range(asked.shape[1])
                 ]
                 answer = torch.stack(answers, 1) if len(answers) > 1 else answers[0].unsqueeze(1)
@@ -183,7 +130,8 @@ class LongRangeBranch:
         come from a table of gradients that is folded backwards, since a key that is distant for one
         query is distant for every later one.
         """
-        grads = LongRangeGrads(OfQueries(), torch.zeros_like(self.psi), torch.zeros_like(self.v))
+        of_keys = torch.zeros_like(self.psi), torch.zeros_like(self.v)
+        grads = LongRangeGrads(OfQueries(), OfQueries(), *of_keys)
         phi, grad_y = self._load(self.source.phi), self._load(self.source.grad_y)
         if self.decay is not None:
             for segment in self.routing.folds():
@@ -196,14 +144,55 @@ class LongRangeBranch:
                 if taken.stop == taken.start:
                     continue
                 asked, grad = phi[segment.boundary], grad_y[segment.boundary]
-                if segment.boundary not in grads.phi.parts:
-                    grads.phi.parts[segment.boundary] = (taken.start, torch.empty_like(asked))
-                for head in range(asked.shape[1]):
-                    queries = self.routing.queries(segment, head, len(asked))
-                    part = grads.phi.parts[segment.boundary][1]
-                    part[:, head, :, features] = queries.read_left(grad[:, head], table)
+                self._queries_backward(segment, features, asked, grad, table, grads)
             self._keys_backward(phi, grad_y, grads, features)
         return grads
+
+    def _queries_backward(
+        self,
+        segment: Segment,
+        features: slice,
+        phi: Tensor,
+        grad_y: Tensor,
+        table: Tensor,
+        grads: LongRangeGrads,
+    ) -> None:
+        """Find the gradients of a segment's queries, and of the weights of their reads."""
+        first, boundary = self.routing.taken(segment).start, segment.boundary
+        weight = self.routing.read_weight
+        if boundary not in grads.phi.parts:
+            grads.phi.parts[boundary] = (first, torch.empty_like(phi))
+            if weight is not None:
+                shape = (*phi.shape[:3], weight.shape[-1])
+                grads.read_weight.parts[boundary] = (first, phi.new_zeros(shape))
+        for head in range(phi.shape[1]):
+            queries = self._queries(segment, head)
+            part = grads.phi.parts[boundary][1][:, head, :, features]
+            if weight is None:
+                part.copy_(queries.read_left(grad_y[:, head], table))
+                continue
+            assert isinstance(queries, SortedGroups)
+            asked = phi[:, head, :, features]
+            grad_asked, grad_weight = queries.read_backward(asked, grad_y[:, head], table)
+            part.copy_(grad_asked)
+            grads.read_weight.parts[boundary][1][:, head].add_(grad_weight)
+
+    @cached_property
+    def _groups(self) -> dict[tuple[int, int], Grouping]:
+        return {}
+
+    def _queries(self, segment: Segment, head: int) -> Grouping:
+        """Group a segment's queries by type; sorting them once is enough."""
+        place = (segment.boundary, head)
+        if place not in self._groups:
+            self._groups[place] = self.routing.queries(segment, head, len(self.psi))
+        return self._groups[place]
+
+    def _keys(self, start: int, stop: int) -> Grouping:
+        """Group a range of keys by profile; sorting them once is enough."""
+        if (start, -1) not in self._groups:
+            self._groups[start, -1] = self.routing.keys(start, stop)
+        return self._groups[start, -1]
 
     def _load(self, source: Callable[[slice], Tensor]) -> dict[int, Tensor]:
         """Get something about the queries of every segment that sees distant keys."""
@@ -226,14 +215,13 @@ class LongRangeBranch:
             stop = segment.boundary
             asked, grad = phi[stop], grad_y[stop]
             for head in range(asked.shape[1] if asked.shape[2] else 0):
-                queries = self.routing.queries(segment, head, len(asked))
-                grad_table = queries.outer_sum(
+                grad_table = self._queries(segment, head).outer_sum(
                     asked[:, head, :, features], grad[:, head], "grad_table", grad_table
                 )
             if grad_table is None:  # no query from here on
                 continue
             grad_pooled = self._transform(backproject_tables, grad_table, "grad_pooled")
-            keys, span = self.routing.keys(start, stop), slice(start, stop)
+            keys, span = self._keys(start, stop), slice(start, stop)
             grad_psi = keys.read_left(self.v[:, span], grad_pooled)
             if self.decay is not None:
                 grad_psi = grad_psi * self._until_boundary(self.decay, start, stop)
@@ -249,7 +237,7 @@ class LongRangeBranch:
             stop = segment.boundary
             if pooled is not None and self.decay is not None:
                 pooled *= self._between_boundaries(self.decay, start, stop)
-            pooled = self.routing.keys(start, stop).outer_sum(
+            pooled = self._keys(start, stop).outer_sum(
                 self._at_boundary(start, stop, features), self.v[:, start:stop], "pooled", pooled
             )
             start = stop

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from smat.masks import SMatMask
 from smat.ops.arguments import check_values
-from smat.ops.attention import smat_backward, smat_forward
+from smat.ops.attention import DIFFERENTIABLE, smat_backward, smat_forward
 from smat.ops.rows import Inputs
 from smat.ops.workspace import keep_freed_pages
+
+NUM_TENSORS = 11  # the leading arguments of the operator that are tensors
+NUM_DIFFERENTIABLE = len(DIFFERENTIABLE)  # those of them that have gradients, which come first
 
 
 @lru_cache(maxsize=256)
@@ -34,6 +37,7 @@ def attend(
     log_decay: Tensor | None,
     key_gate: Tensor | None,
     write_weight: Tensor | None,
+    read_weight: Tensor | None,
     profile: Tensor | None,
     query_type: Tensor | None,
     positions: Tensor | None,
@@ -45,7 +49,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attend under a mask given by its recipe: the operator that autograd and compilers see."""
     tensors = (
-        q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
+        q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, positions,
+        cu_seqlens,
     )  # fmt: skip
     inputs = _inputs(tensors, mask, feature_map, normalize, branch)
     check_values(log_decay, profile, query_type, cu_seqlens, positions, inputs.mask, k.shape[1])
@@ -72,6 +77,7 @@ def attend_backward(
     log_decay: Tensor | None,
     key_gate: Tensor | None,
     write_weight: Tensor | None,
+    read_weight: Tensor | None,
     profile: Tensor | None,
     query_type: Tensor | None,
     positions: Tensor | None,
@@ -83,7 +89,8 @@ def attend_backward(
 ) -> list[Tensor]:
     """Return the gradients of q, k, v and of those gates that were given."""
     tensors = (
-        q, k, v, log_decay, key_gate, write_weight, profile, query_type, positions, cu_seqlens,
+        q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, positions,
+        cu_seqlens,
     )  # fmt: skip
     inputs = _inputs(tensors, mask, feature_map, normalize, branch)
     keep_freed_pages()
@@ -93,19 +100,19 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(grad_out: Tensor, out: Tensor, normalizer: Tensor, *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in rest[:6] if x is not None]
+    return [torch.empty_like(x) for x in rest[:NUM_DIFFERENTIABLE] if x is not None]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:10])
-    ctx.options = inputs[10:]
+    ctx.save_for_backward(*output, *inputs[:NUM_TENSORS])
+    ctx.options = inputs[NUM_TENSORS:]
 
 
 def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
     out, normalizer, *tensors = ctx.saved_tensors
     grads = iter(attend_backward(grad_out, out, normalizer, *tensors, *ctx.options))
-    named = [None if x is None else next(grads) for x in tensors[:6]]
-    return (*named, *[None] * 8)
+    named = [None if x is None else next(grads) for x in tensors[:NUM_DIFFERENTIABLE]]
+    return (*named, *[None] * (len(tensors) + len(ctx.options) - NUM_DIFFERENTIABLE))
 
 
 attend.register_autograd(_backward, setup_context=_setup_context)

@@ -33,6 +33,7 @@ def reference_attention(
     write_weight: Tensor | None = None,
     profile: Tensor | None = None,
     query_type: Tensor | None = None,
+    read_weight: Tensor | None = None,
     normalize: bool = True,
     positions: Tensor | None = None,
     attention_mask: Tensor | None = None,
@@ -54,7 +55,7 @@ def reference_attention(
     """
     per_token = {
         "log_decay": log_decay, "key_gate": key_gate, "write_weight": write_weight,
-        "profile": profile, "query_type": query_type,
+        "profile": profile, "query_type": query_type, "read_weight": read_weight,
     }  # fmt: skip
     phi, psi = _features(feature_map, q), _features(feature_map, k)
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
@@ -115,15 +116,9 @@ def _attend(
         name: None if value is None else value.repeat_interleave(num_heads // value.shape[1], 1)
         for name, value in per_token.items()
     }
-    routing = {
-        name: None if value is None else value.unsqueeze(0)
-        for name, value in given.items()
-        if name in ("profile", "query_type")
-    }
-    support = mask.dense(length, device=phi.device, **routing).to(phi.dtype)
-    weights = support.reshape(-1, length, length).expand(num_heads, length, length)
     position = torch.arange(length, device=phi.device)
     distant = position < mask.boundaries(length, phi.device)[:, None]
+    weights = _support(given, mask, distant, num_heads, phi)
     if branch != "both":
         weights = weights * (distant if branch == "long_range" else ~distant)
     if given["write_weight"] is not None:
@@ -138,6 +133,27 @@ def _attend(
         return out
     normalizer = scores.sum(-1).T.unsqueeze(-1)
     return torch.where(normalizer == 0, 0, out / torch.where(normalizer == 0, 1, normalizer))
+
+
+def _support(
+    given: dict[str, Any], mask: Any, distant: Tensor, num_heads: int, phi: Tensor
+) -> Tensor:
+    """Lay out who sees whom, (H, T, T): of distant keys, the weighted sum of a query's reads."""
+    length = len(phi)
+    profile, query_type = given["profile"], given["query_type"]
+    profile = None if profile is None else profile.unsqueeze(0)
+    several = query_type is not None and query_type.ndim == 3
+    reads = query_type.unbind(-1) if several else [query_type]
+    recent, total = phi.new_zeros(()), phi.new_zeros(num_heads, length, length)
+    for place, each in enumerate(reads):
+        types = None if each is None else each.unsqueeze(0)
+        seen = mask.dense(length, device=phi.device, profile=profile, query_type=types)
+        recent = seen.to(phi.dtype).reshape(-1, length, length).expand(num_heads, -1, -1)
+        weight = given["read_weight"]
+        if weight is not None:
+            weight = weight[..., place] if several else weight
+        total = total + (recent if weight is None else recent * weight.T.unsqueeze(-1))
+    return torch.where(distant, total, recent)
 
 
 def _decay(log_decay: Tensor) -> Tensor:

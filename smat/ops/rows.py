@@ -19,8 +19,9 @@ from smat.masks import Segment, SMatMask
 from smat.ops.causal import CausalBranch
 from smat.ops.decay import LogDecay
 from smat.ops.feature_maps import pointwise_rows
-from smat.ops.long_range import LongRangeBranch, Routing
+from smat.ops.long_range import LongRangeBranch
 from smat.ops.pieces import cut_blocks
+from smat.ops.routing import Routing
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # rows x tokens of a share
 CPU_TILES, OTHER_TILES = 32, 1 << 12  # tiles of a block
@@ -32,8 +33,8 @@ MAX_CHUNKS = 64  # of a block: the scan within it costs their square
 class Inputs:
     """The arguments of the op, whole: k and v (B, T, Hkv, .), gates and profile (B, T, Hkv).
 
-    q (B, R, H, K) and query_type (B, R, H) are there for every token, or for those at the sorted
-    positions (R,).
+    q (B, R, H, K) and query_type (B, R, H), or (B, R, H, k) with read_weight, are there for every
+    token, or for those at the sorted positions (R,).
     """
 
     q: Tensor
@@ -42,6 +43,7 @@ class Inputs:
     log_decay: Tensor | None
     key_gate: Tensor | None
     write_weight: Tensor | None
+    read_weight: Tensor | None
     profile: Tensor | None
     query_type: Tensor | None
     positions: Tensor | None
@@ -210,21 +212,24 @@ class Share:
     def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
 
-        Only a write weight, or one branch alone, tells distant keys from recent ones there.
+        Only weights, several reads or one branch alone tell distant keys from recent ones there.
         """
         length = self.span.stop - self.span.start
-        tells_apart = self.inputs.write_weight is not None or self.inputs.branch != "both"
+        inputs = self.inputs
+        reads = inputs.query_type is not None and inputs.query_type.ndim == 4
+        tells_apart = inputs.write_weight is not None or reads or inputs.branch != "both"
         if self.mask.vc_dim == 1 and not tells_apart:
             return (Segment(0, self.mask.check_length(length), 0),)
         return self.mask.segments(length)
 
     def _routing(self) -> Routing:
-        inputs = self.inputs
+        inputs, weight = self.inputs, self.inputs.read_weight
         return Routing(
             self.mask,
             self._segments(),
             None if inputs.profile is None else self.of_keys(inputs.profile),
             None if inputs.query_type is None else self.of_queries(inputs.query_type),
+            None if weight is None else self.of_queries(weight).to(inputs.dtype),
             self.positions,
         )
 

@@ -179,6 +179,9 @@ def _reads(
             f"read_weight must be {tuple(query_type.shape)} as query_type is, "
             f"got {tuple(read_weight.shape)}"
         )
+    weighs = query_type.ndim == 4 or read_weight is not None
+    if weighs and state.mask.vc_dim == 1 and not state.sizes.weighted:
+        raise ValueError("at d = 1 a state takes several reads only if made with weighted=True")
     if read_weight is not None:
         read_weight = read_weight.to(state.dtype)
     return query_type.long(), read_weight

@@ -18,7 +18,7 @@ TOLERANCE = {
     torch.bfloat16: (5e-3, 1e-2),
     torch.float16: (5e-3, 1e-2),
 }
-DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight")
+DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight", "read_weight")
 
 
 def rms(x):

@@ -73,8 +73,13 @@ def draw_routing(draw, case_mask, shape, group, packed, generator):
         routing["profile"] = torch.randint(limit, profile_shape, generator=generator)
     if draw(st.booleans()):
         limit = 1 if packed else geometry.num_types
-        type_shape = (batch, seq_len, heads * group)
+        reads = draw(st.sampled_from([(), (), (1,), (2,), (5,)]))
+        event(f"reads {reads}")
+        type_shape = (batch, seq_len, heads * group, *reads)
         routing["query_type"] = torch.randint(limit, type_shape, generator=generator)
+        if draw(st.booleans()):
+            weight = torch.rand(type_shape, generator=generator, dtype=torch.float64)
+            routing["read_weight"] = 0.05 + weight
     return routing
 
 

@@ -29,6 +29,10 @@ def arguments(kind, seq_len):
             "profile": torch.randint(4, shape, generator=generator),
             "query_type": torch.randint(6, shape, generator=generator),
         },
+        "reads": {
+            "query_type": torch.randint(6, (*shape, 3), generator=generator),
+            "read_weight": torch.rand((*shape, 3), generator=generator),
+        },
         "padded": {"attention_mask": torch.arange(seq_len).expand(2, -1) > 5},
         "packed": {"cu_seqlens": torch.tensor([0, 20, 20, seq_len])},
         "rows": {"positions": torch.tensor([5, 3, seq_len - 1])},
@@ -40,7 +44,7 @@ def run(mask, tensors, **options):
     return smat.smat_attention(mask=mask, **tensors, **options)[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated", "content", "padded", "packed", "rows"])
+@pytest.mark.parametrize("kind", ["plain", "gated", "content", "reads", "padded", "packed", "rows"])
 def test_one_graph_serves_every_length(kind):
     torch.compiler.reset()
     graphs = []
@@ -97,7 +101,7 @@ def test_the_operator_keeps_its_promises(dtype):
     """Fake outputs like the real ones, no hidden mutation or aliasing, a traceable backward."""
     own = leaves(arguments("gated", 24))
     tensors = [own[name].detach().to(dtype).requires_grad_() for name in own]
-    options = (None, None, None, None, MASK.recipe, "elu", True, "both")
+    options = (None, None, None, None, None, MASK.recipe, "elu", True, "both")
     torch.library.opcheck(attend, (*tensors, *options))
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from smat.ops.grouping import PeriodicGroups, SortedGroups
+from smat.ops.grouping import PeriodicGroups
+from smat.ops.sorted_groups import SortedGroups
 from tests.ops.comparison import poisoned_memory
 
 SHAPES = [(1, 1, 3), (1, 17, 5), (3, 17, 5), (2, 10, 5), (2, 4, 9), (3, 20, 1)]
