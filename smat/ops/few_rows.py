@@ -8,6 +8,8 @@ sequences, are read from tables.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -30,7 +32,7 @@ def attend_few_rows(
     k: Tensor,
     v: Tensor,
     gates: tuple[Tensor | None, ...],
-    query_type: Tensor | None,
+    reads: Sequence[Tensor | None],
     rows: Tensor,
     mask: SMatMask,
     *,
@@ -43,7 +45,7 @@ def attend_few_rows(
     >>> mask = SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2)
     >>> q, k, v = torch.ones(1, 1, 1, 1), torch.ones(1, 8, 1, 1), torch.eye(8).view(1, 8, 1, 8)
     >>> nothing = (None, None, None, None)
-    >>> attend_few_rows(q, k, v, nothing, None, torch.tensor([6]), mask,
+    >>> attend_few_rows(q, k, v, nothing, (None, None), torch.tensor([6]), mask,
     ...                 feature_map="identity", normalize=False, branch="both").flatten()
     tensor([0., 1., 0., 1., 1., 1., 1., 0.])
     """
@@ -58,7 +60,8 @@ def attend_few_rows(
     scores = phi @ psi.transpose(-1, -2)  # (B, H, R, T)
     position = torch.arange(k.shape[1], device=k.device)
     distant = position < mask.boundaries(k.shape[1], k.device)[rows, None]
-    weights = _support(mask, rows, position, distant, profile, query_type).to(wide)
+    seen = _seen_profiles(mask, rows, reads, wide)
+    weights = _support(mask, rows, position, distant, profile, seen)
     if branch != "both":
         weights = weights * (distant if branch == "long_range" else ~distant)
     if write_weight is not None:
@@ -80,25 +83,38 @@ def _per_key(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).transpose(1, 2).unsqueeze(2)
 
 
+def _seen_profiles(
+    mask: SMatMask, rows: Tensor, reads: Sequence[Tensor | None], dtype: torch.dtype
+) -> Tensor:
+    """Weigh every profile by the types that a row reads, (1, R, P) or (B, H, R, P)."""
+    query_type, read_weight = reads
+    incidence = mask.geometry.incidence(rows.device).to(dtype)
+    if query_type is None:
+        return incidence[mask.query_type(rows)].unsqueeze(0)
+    types = query_type.long() if query_type.ndim == 4 else query_type.long().unsqueeze(-1)
+    seen = incidence[types]  # (B, R, H, k, P)
+    if read_weight is not None:
+        seen = seen * read_weight.to(dtype).view(types.shape).unsqueeze(-1)
+    return seen.sum(-2).transpose(1, 2)
+
+
 def _support(
     mask: SMatMask,
     rows: Tensor,
     position: Tensor,
     distant: Tensor,
     profile: Tensor | None,
-    query_type: Tensor | None,
+    seen: Tensor,
 ) -> Tensor:
-    """Mark the keys that each row sees, (R, T) or (B, H, R, T)."""
-    incidence = mask.geometry.incidence(position.device)
-    types = mask.query_type(rows)[:, None] if query_type is None else query_type.long()
-    cells = mask.profile(position)[:, None] if profile is None else profile.long()
-    # (..., H, R, P): what a query sees of every profile, then of the profile of every key.
-    seen = incidence[types.transpose(-1, -2)]
-    cells = cells.transpose(-1, -2).unsqueeze(-2)
-    shape = torch.broadcast_shapes(seen.shape[:-1], (*cells.shape[:-2], seen.shape[-2]))
-    seen = seen.expand(*shape, -1)
-    on_hyperplane = seen.gather(-1, cells.expand(*shape, -1))
-    return (position <= rows[:, None]) & (on_hyperplane | ~distant)
+    """Weigh the keys that each row sees, (1, R, T) or (B, H, R, T)."""
+    if profile is None:
+        on_hyperplane = seen[..., mask.profile(position)]
+    else:
+        cells = profile.long().transpose(1, 2).unsqueeze(2)  # (B, H, 1, T)
+        shape = (*cells.shape[:2], seen.shape[-2])
+        on_hyperplane = seen.expand(*shape, -1).gather(-1, cells.expand(*shape, -1))
+    weights = torch.where(distant, on_hyperplane, 1)
+    return weights.masked_fill(position > rows[:, None], 0)
 
 
 def _decay(log_decay: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:

@@ -171,7 +171,7 @@ def smat_attention_at(
         q, k = before(q), before(k)
     if cu_seqlens is None and is_few(q, k):
         out = attend_few_rows(
-            q, k, v, tuple(gates), query_type, positions.long(), mask,
+            q, k, v, tuple(gates), (query_type, read_weight), positions.long(), mask,
             feature_map=pointwise, normalize=normalize, branch=branch,
         )  # fmt: skip
         return out.to(v.dtype)

@@ -33,14 +33,19 @@ def load_published() -> Published:
 
 
 def published_keys(experiment: Experiment) -> list[str]:
-    """Return the labels of the paper's tables that an experiment reproduces, the main one first."""
-    main = experiment.published
-    return [] if main is None else [main, *CONTINUED.get(main, ())]
+    """Return the labels of the paper's tables that an experiment reproduces, the main one first.
+
+    An experiment names one label or several, separated by commas; tables that only continue
+    another one need no naming.
+    """
+    named = [label.strip() for label in (experiment.published or "").split(",") if label.strip()]
+    further = [label for name in named for label in CONTINUED.get(name, ())]
+    return list(dict.fromkeys([*named, *further]))
 
 
 def detail_tables(experiment: Experiment, published: Published) -> list[Mapping[str, Any]]:
     """Return what else the paper says about an experiment."""
-    keys = DETAILS.get(experiment.published or "", ())
+    keys = [key for label in published_keys(experiment) for key in DETAILS.get(label, ())]
     return [published[key] for key in keys if key in published]
 
 

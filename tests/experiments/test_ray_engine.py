@@ -32,8 +32,9 @@ class Notes:
 
 @pytest.fixture(scope="module")
 def cluster():
-    with warnings.catch_warnings():
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Ray's own start
+        patch.setenv("RAY_worker_niceness", "0")  # else nothing is left for them on a busy machine
         ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()

@@ -18,6 +18,7 @@ from tests.ops.comparison import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
+PER_QUERY = ("q", "query_type", "read_weight")
 BOUNDARIES = {
     "fixed": None,
     "none": smat.none(),
@@ -27,7 +28,7 @@ BOUNDARIES = {
 }
 
 
-def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary):
+def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads=0):
     schedule = smat.kept(seq_len // 3) if boundary == "kept" else BOUNDARIES[boundary]
     mask = smat.SMatMask(seq_len, vc_dim, 4, 3, schedule)
     inputs = make_inputs(seq_len, group=group, seed=seed)
@@ -39,7 +40,10 @@ def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary):
         profiles, types = mask.geometry.num_profiles, mask.geometry.num_types
         heads = 2 * group
         inputs["profile"] = torch.randint(profiles, shape, generator=generator)
-        inputs["query_type"] = torch.randint(types, (2, seq_len, heads), generator=generator)
+        shape_of_reads = (2, seq_len, heads, num_reads) if num_reads else (2, seq_len, heads)
+        inputs["query_type"] = torch.randint(types, shape_of_reads, generator=generator)
+        if num_reads:
+            inputs["read_weight"] = torch.rand(shape_of_reads, generator=generator).double()
         inputs["write_weight"] = 0.5 + torch.rand(shape, generator=generator).double()
     return mask, inputs
 
@@ -52,19 +56,20 @@ def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary):
     seed=st.integers(0, 99),
     gated=st.sampled_from(["no", "mild", "mixed"]),
     routed=st.booleans(),
+    num_reads=st.integers(0, 3),
     boundary=st.sampled_from(sorted(BOUNDARIES)),
     normalize=st.booleans(),
     branch=st.sampled_from(["both", "causal", "long_range"]),
     feature_map=st.sampled_from(["elu", "identity"]),
 )
 def test_rows_are_those_of_the_oracle(
-    seq_len, vc_dim, group, seed, gated, routed, boundary, normalize, branch, feature_map
+    seq_len, vc_dim, group, seed, gated, routed, num_reads, boundary, normalize, branch, feature_map
 ):
-    mask, inputs = draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary)
+    mask, inputs = draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads)
     options = {"normalize": normalize and feature_map == "elu", "branch": branch}
     rows = torch.randint(seq_len, (5,), generator=torch.Generator().manual_seed(seed))
     own = leaves(inputs)
-    at_rows = {name: own[name][:, rows] for name in ("q", "query_type") if name in own}
+    at_rows = {name: own[name][:, rows] for name in PER_QUERY if name in own}
     assert few_rows.is_few(at_rows["q"], own["k"])
     out = smat_attention_at(
         mask=mask, positions=rows, feature_map=feature_map, **(own | at_rows), **options
@@ -79,7 +84,7 @@ def test_rows_are_those_of_the_oracle(
 def test_many_rows_are_read_from_tables(monkeypatch):
     mask, inputs = draw_case(33, 3, 1, 0, "mild", True, "fixed")
     rows = torch.tensor([32, 4, 20])
-    at_rows = {name: inputs[name][:, rows] for name in ("q", "query_type")}
+    at_rows = {name: inputs[name][:, rows] for name in PER_QUERY if name in inputs}
     few = smat_attention_at(mask=mask, positions=rows, **(inputs | at_rows))
     monkeypatch.setattr(few_rows, "MAX_ROWS", 2)
     many = smat_attention_at(mask=mask, positions=rows, **(inputs | at_rows))

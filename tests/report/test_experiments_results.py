@@ -147,6 +147,19 @@ def test_records_of_an_unknown_experiment_are_left_out():
     assert content_of({"made-up": EXPERIMENT}, [record], PUBLISHED).records == []
 
 
+@pytest.mark.parametrize(
+    ("published", "labels"),
+    [
+        (None, []),
+        ("tab:pg19", ["tab:pg19"]),
+        ("tab:mqar-uniform", ["tab:mqar-uniform", "tab:mqar-placed"]),
+        ("tab:mqar-uniform, tab:mqar-placed", ["tab:mqar-uniform", "tab:mqar-placed"]),
+    ],
+)
+def test_an_experiment_names_its_tables_and_gets_those_that_continue_them(published, labels):
+    assert published_keys(dataclasses.replace(EXPERIMENT, published=published)) == labels
+
+
 def test_every_table_of_the_paper_is_either_with_an_experiment_or_in_the_last_section():
     published = load_published()
     mkar = dataclasses.replace(EXPERIMENT, published="tab:mkar")
