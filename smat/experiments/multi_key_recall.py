@@ -19,8 +19,9 @@ the hash of the token before it, one random table of token ids a head, and an an
 hyperplane through its own cell in the first direction on which the cells of all k keys agree \
 (direction 0 if none does). LSH reads its own cell alone, of as many cells as d = 3 (121 at the \
 paper's length) or d = 4 (125) have. Memory-matched linear attention has keys of B + 1 times the \
-width of d = 3. Answer rows are the same in all examples, and only they are computed behind keys \
-and values. Training is in fp32: bf16 brings no speed on a CPU."""
+width of d = 3. A learned direction is the argmax of a linear map of the answer row, trained \
+straight through; Mamba-2 + SMat is the additive memory with four learned reads. Answer rows are \
+the same in all examples, and only they are computed behind keys and values. Training is in fp32: bf16 brings no speed on a CPU."""
 
 ARMS = {
     "softmax": "Softmax",
@@ -35,6 +36,11 @@ ARMS = {
     "smat_d2": "SMat (d = 2)",
     "smat_d3": "SMat (d = 3)",
     "smat_d4": "SMat (d = 4)",
+    "smat_d3_learned": "SMat (d = 3), learned direction",
+    "smat_d4_learned": "SMat (d = 4), learned direction",
+    "mamba2_smat_d2": "Mamba-2 + SMat (d = 2)",
+    "mamba2_smat_d3": "Mamba-2 + SMat (d = 3)",
+    "mamba2_smat_d4": "Mamba-2 + SMat (d = 4)",
 }
 CELLS = {f"k={k}": f"k = {k}" for k in (1, 2, 3)}
 PRESETS = {
@@ -60,6 +66,9 @@ def model_of(arm: str, width: int, seq_len: int) -> ModelConfig:
     elif arm in ("mamba2", "log_linear"):
         mixer = "mamba2" if arm == "mamba2" else "mamba2_log_linear"
         options = {"head_dim": head, "state_dim": head, "expand": 1}
+    elif arm.startswith("mamba2_smat"):
+        mixer = "mamba2_smat"
+        options = {"head_dim": head, "state_dim": head, "expand": 1, "vc_dim": int(arm[-1])}
     elif arm in ("deltanet", "gated_deltanet"):
         mixer, options = arm, {"num_heads": 4, "head_dim": head, "expand_v": 1.0}
     else:
@@ -78,7 +87,10 @@ def _smat(arm: str, head: int, seq_len: int) -> tuple[str, dict[str, Any]]:
         return "linear", options
     if arm.startswith("lsh"):
         return "smat_hashed", options | {"vc_dim": 3 if arm == "lsh_121" else 4, "point_read": True}
-    return "smat_hashed", options | {"vc_dim": int(arm[-1])}
+    options["vc_dim"] = int(arm.removeprefix("smat_d")[0])
+    if arm.endswith("learned"):
+        options["learned_direction"] = True
+    return "smat_hashed", options
 
 
 def run(preset: str, arm: str, num_keys: int, seed: int) -> Run:
@@ -91,6 +103,7 @@ def run(preset: str, arm: str, num_keys: int, seed: int) -> Run:
         optimizer="adamw",
         weight_decay=0.1,
         eval_every=max(100, steps // 6),
+        balance_weight=0.01 if arm.startswith("mamba2_smat") else 0.0,
     )
     task = MultiKeyRecall(num_keys, seq_len=seq_len)
     model = model_of(arm, width, seq_len)
@@ -111,7 +124,7 @@ def runs(preset: str, seeds: Sequence[int] | None = None) -> list[Run]:
 MULTI_KEY_RECALL = Experiment(
     name="multi-key-recall",
     title="Multi-key subset recall",
-    published="tab:mkar, derived:mkar-means",
+    published="tab:mkar, derived:mkar-means, text:mkar-learned, tab:mamba-smat-3seeds-pop",
     arms=ARMS,
     cells=CELLS,
     presets=PRESETS,

@@ -11,6 +11,7 @@ from smat.experiments.run import Experiment
 MODULES = (
     "subset_routing",
     "multi_key_recall",
+    "multi_key_controls",
     "mqar",
     "joint_recall",
     "length_generalization",

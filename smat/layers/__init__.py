@@ -2,6 +2,7 @@
 
 from smat.layers.balance import balance_loss, balance_weight
 from smat.layers.content_routing import ContentRouting
+from smat.layers.directed_routing import DirectedRouting
 from smat.layers.gated_deltanet import DeltaNet, GatedDeltaNet
 from smat.layers.hashed_routing import Assignment, HashedRouting, PositionalRouting, Routing
 from smat.layers.log_linear import LogLinearGatedDeltaNet, LogLinearMamba2
@@ -20,6 +21,7 @@ __all__ = [
     "Assignment",
     "ContentRouting",
     "DeltaNet",
+    "DirectedRouting",
     "DistantMemory",
     "FactoredTopTypes",
     "GatedDeltaNet",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from smat.geometry import Geometry
 from smat.layers import (
     DeltaNet,
+    DirectedRouting,
     GatedDeltaNet,
     HashedRouting,
     LogLinearGatedDeltaNet,
@@ -62,14 +63,19 @@ def call_mixer(
 
 def _hashed(width: int, task: Any, options: dict[str, Any]) -> SMatAttention:
     """Route by a hash of token ids: a payload is filed under the token before it."""
-    routing = HashedRouting(
-        task.vocab_size,
-        options.get("num_heads", 4),
-        write_lag=1,
-        num_keys=task.num_keys,
-        point_read=options.pop("point_read", False),
-        seed=options.pop("hash_seed", 0),
-    )
+    heads = options.get("num_heads", 4)
+    hashed = {"write_lag": 1, "seed": options.pop("hash_seed", 0)}
+    routing: HashedRouting
+    if options.pop("learned_direction", False):
+        geometry = Geometry.for_distant(task.num_distant, options["vc_dim"])
+        routing = DirectedRouting(
+            width, geometry, vocab_size=task.vocab_size, num_heads=heads, **hashed
+        )
+    else:
+        point_read = options.pop("point_read", False)
+        routing = HashedRouting(
+            task.vocab_size, heads, num_keys=task.num_keys, point_read=point_read, **hashed
+        )
     return SMatAttention(width, horizon=task.max_length, routing=routing, **options)
 
 

@@ -94,6 +94,11 @@ class MultiKeyRecall:
         return self.seq_len
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """All sequences have one length."""
+        return (self.seq_len,)
+
+    @property
     def num_outputs(self) -> int:
         """One logit a pair."""
         return self.num_pairs
