@@ -9,6 +9,8 @@ REQUIREMENTS := pyproject.toml constraints.txt
 RUN_READY := $(VENV)/.ready-run
 TEST_READY := $(VENV)/.ready-test
 OUT := out
+# Runs at a time, each on its share of the cores.
+JOBS ?= 2
 PYTEST_FLAGS ?=
 # One process a core, one thread each; with PYTEST_WORKERS= the tests run in one process.
 PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
@@ -19,12 +21,9 @@ PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
-run: $(RUN_READY) ## draw the masks into out/ and print the table of geometry and cost
-	@mkdir -p $(OUT)
-	$(BIN)/smat mask --seq-len 128 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out $(OUT)/masks.png
-	$(BIN)/smat mask --seq-len 96 --vc-dim 3 --boundary window --window-step 16 --out $(OUT)/stepped_window.png
-	$(BIN)/smat geometry --seq-len 65536
-	@echo "Pictures: $(OUT)/masks.png (d = 1..4) and $(OUT)/stepped_window.png (stepped window, d = 3)."
+run: $(RUN_READY) ## train subset routing (quick preset), print it beside the paper, write the report
+	$(BIN)/smat run subset-routing --preset quick --jobs $(JOBS) --out $(OUT)/experiments
+	$(BIN)/smat report --out $(OUT)/experiments
 
 test: lint types ## lint, types, doctests and tests, without the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_FLAGS)
@@ -56,7 +55,7 @@ $(BIN)/python:
 
 # A stamp is written last, so that an interrupted installation starts again.
 $(RUN_READY): $(REQUIREMENTS) | $(BIN)/python
-	$(PIP) --constraint constraints.txt --editable '.[cli]'
+	$(PIP) --constraint constraints.txt --editable '.[cli,train]'
 	@touch $@
 
 $(TEST_READY): $(REQUIREMENTS) | $(BIN)/python

@@ -21,7 +21,8 @@ hyperplane through its own cell in the first direction on which the cells of all
 paper's length) or d = 4 (125) have. Memory-matched linear attention has keys of B + 1 times the \
 width of d = 3. A learned direction is the argmax of a linear map of the answer row, trained \
 straight through; Mamba-2 + SMat is the additive memory with four learned reads. Answer rows are \
-the same in all examples, and only they are computed behind keys and values. Training is in fp32: bf16 brings no speed on a CPU."""
+the same in all examples, and only they are computed behind keys and values. Training is in fp32: \
+bf16 brings no speed on a CPU."""
 
 ARMS = {
     "softmax": "Softmax",

@@ -51,7 +51,7 @@ class DirectedRouting(HashedRouting):
         assert assignment.query_type is not None
         if span.rows is not None:
             chance = chance[:, span.rows]
-        weight = 1 + chance - chance.detach()
+        weight = 1 + (chance - chance.detach())  # exactly 1
         return assignment._replace(
             query_type=assignment.query_type.unsqueeze(-1), read_weight=weight.unsqueeze(-1)
         ), state
