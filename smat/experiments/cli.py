@@ -56,6 +56,8 @@ REPORT_EXAMPLES = """Examples:
   smat report
 
   smat report --out /shared/experiments
+
+  smat report --tables README.md
 """
 
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
@@ -143,8 +145,19 @@ def status(
 
 
 @app.command(epilog=REPORT_EXAMPLES)
-def report(out: Out = ROOT) -> None:
+def report(
+    out: Out = ROOT,
+    tables: Annotated[
+        Path | None,
+        typer.Option(help="Write the marked tables of this Markdown file anew instead of a page."),
+    ] = None,
+) -> None:
     """Write one HTML page and Markdown: every table beside the paper's."""
+    if tables is not None:
+        from smat.report.marked_tables import refresh_file
+
+        typer.echo(f"{refresh_file(tables, Store(out).roots)} tables in {tables}")
+        return
     from smat.report.experiments_page import write_report
 
     page = write_report(out, Store(out).roots)

@@ -49,12 +49,11 @@ def attend_few_rows(
     ...                 feature_map="identity", normalize=False, branch="both").flatten()
     tensor([0., 1., 0., 1., 1., 1., 1., 0.])
     """
-    k, v, log_decay, key_gate, write_weight, profile = (
-        None if x is None else x.repeat_interleave(q.shape[2] // x.shape[2], 2)
-        for x in (k, v, *gates)
+    group = q.shape[2] // k.shape[2]  # query heads that share a head of keys
+    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+    log_decay, key_gate, write_weight, profile = (
+        None if x is None else x.repeat_interleave(group, 2) for x in gates
     )
-    assert k is not None
-    assert v is not None
     wide = torch.promote_types(v.dtype, torch.float32)
     phi, psi = (pointwise(feature_map, x.to(wide)).transpose(1, 2) for x in (q, k))
     scores = phi @ psi.transpose(-1, -2)  # (B, H, R, T)

@@ -97,7 +97,7 @@ class JointRecall:
         generator = generator_of(self.name, seed, "train", place.load, batch_size, place.number)
         return self._batch(place.size, *self.loads[place.load], generator)
 
-    def steps_per_epoch(self, batch_size: int) -> int | None:
+    def steps_per_epoch(self, batch_size: int) -> int:
         """Count the batches of all loads: 705 at the paper's settings."""
         return steps_per_epoch([self.num_train] * len(self.loads), batch_size)
 

@@ -103,7 +103,7 @@ class MQAR:
         generator = generator_of(self.name, seed, "train", place.load, batch_size, place.number)
         return self._batch(place.size, seq_len, num_pairs, generator)
 
-    def steps_per_epoch(self, batch_size: int) -> int | None:
+    def steps_per_epoch(self, batch_size: int) -> int:
         """Count the batches of all loads."""
         return steps_per_epoch([load[2] for load in self.train_loads], batch_size)
 
