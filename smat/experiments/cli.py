@@ -24,6 +24,7 @@ from smat.experiments.run import Experiment, Run
 from smat.experiments.runner import Stop, run_all, unfinished
 from smat.experiments.work import work_in_progress
 from smat.extras import missing_extra
+from smat.training.fabric import parse_device
 
 app = typer.Typer()
 
@@ -118,6 +119,8 @@ def run(
     outcomes: list[Outcome] = []
     if to_make:
         _require_extras(engine)
+        if engine is EngineName.local:
+            parse_device(device)  # once, and not once a run
         made_by = _engine(engine, jobs, device)
         outcomes = _make(runs, to_make, store, made_by, jobs or 1, again, error_console)
     _print_table(experiment, preset, store, console)

@@ -19,7 +19,7 @@ from smat.experiments.run import Run
 from smat.tasks.task import seed_of
 from smat.training import Interrupted, Progress, train
 from smat.training.fabric import make_fabric
-from smat.training.files import is_disk_full, write_atomically
+from smat.training.files import write_atomically
 
 # What a user can act on needs no traceback.
 EXPECTED = (ValueError, OSError, ArithmeticError, ImportError)
@@ -67,8 +67,9 @@ def attempt(
     except BusyError as error:
         return Outcome(run, "busy", message=str(error))
     except EXPECTED as error:
-        fatal = isinstance(error, ImportError) or is_disk_full(error)
-        return Outcome(run, "failed", message=" ".join(str(error).split()), is_fatal=fatal)
+        # A disk or an installation that fails one run fails the next as well.
+        is_fatal = isinstance(error, ImportError | OSError)
+        return Outcome(run, "failed", message=" ".join(str(error).split()), is_fatal=is_fatal)
     except Exception as error:
         return Outcome(run, "failed", message=_unexpected(error, folder))
 

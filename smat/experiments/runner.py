@@ -15,7 +15,6 @@ from smat.experiments.records import Store
 from smat.experiments.run import Run
 from smat.training import Progress
 from smat.training.checkpoint import remove_checkpoints
-from smat.training.files import is_disk_full
 
 
 class Listener(Protocol):
@@ -69,7 +68,7 @@ def _keep(outcome: Outcome, store: Store) -> Outcome:
     try:
         store.write(outcome.run, outcome.record)
     except OSError as error:
-        return Outcome(outcome.run, "failed", message=str(error), is_fatal=is_disk_full(error))
+        return Outcome(outcome.run, "failed", message=str(error), is_fatal=True)
     remove_checkpoints(store.folder(outcome.run))
     return outcome
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from smat.experiments.execute import BusyError, claim
 from smat.experiments.records import Store
-from smat.training.checkpoint import CURRENT, PREVIOUS
+from smat.training.checkpoint import CURRENT, PREVIOUS, newest_step
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,12 @@ class Work:
     Attributes:
         run: Its settings, as plain data.
         is_running: A process is at work on it now.
-        saved: When its last checkpoint was written, in seconds since 1970; None if it has none.
+        step: The step of its last checkpoint; None if it has none, or none that is whole.
     """
 
     run: dict[str, Any]
     is_running: bool
-    saved: float | None
+    step: int | None
 
     @property
     def experiment(self) -> str:
@@ -37,30 +36,25 @@ class Work:
         """Say in one line what it is and how far.
 
         >>> run = {"experiment": "mqar", "preset": "quick", "arm": "mamba2", "cell": "k=1"}
-        >>> Work(run | {"seed": 0}, is_running=False, saved=None).describe()
-        'interrupted: mqar quick mamba2 k=1 seed 0 (no checkpoint yet)'
+        >>> run |= {"seed": 0, "training": {"steps": 100}}
+        >>> Work(run, is_running=False, step=20).describe()
+        'interrupted: mqar quick mamba2 k=1 seed 0, step 20 of 100 is kept'
         """
         name = " ".join(str(self.run[part]) for part in ("experiment", "preset", "arm", "cell"))
-        when = "no checkpoint yet"
-        if self.saved is not None:
-            moment = datetime.fromtimestamp(self.saved, timezone.utc)
-            when = f"last checkpoint {moment:%Y-%m-%d %H:%M:%S} UTC"
         kind = "running" if self.is_running else "interrupted"
-        return f"{kind}: {name} seed {self.run['seed']} ({when})"
+        kept = f"step {self.step} of {self.run['training']['steps']} is kept"
+        kept = "no step is kept yet" if self.step is None else kept
+        return f"{kind}: {name} seed {self.run['seed']}, {kept}"
 
 
 def work_in_progress(store: Store) -> Iterator[Work]:
     """Yield what is at work or was interrupted, below a root."""
     for path in sorted((store.root / "runs").glob("*/*/run.json")):
         folder = path.parent
-        times = [file.stat().st_mtime for file in _checkpoints(folder)]
         running = _is_claimed(folder)
-        if running or times:
-            yield Work(json.loads(path.read_text()), running, max(times, default=None))
-
-
-def _checkpoints(folder: Path) -> list[Path]:
-    return [folder / name for name in (CURRENT, PREVIOUS) if (folder / name).exists()]
+        begun = any((folder / name).exists() for name in (CURRENT, PREVIOUS))
+        if running or begun:
+            yield Work(json.loads(path.read_text()), running, newest_step(folder))
 
 
 def _is_claimed(folder: Path) -> bool:

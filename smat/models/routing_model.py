@@ -45,7 +45,7 @@ class SubsetRoutingModel(nn.Module):
     torch.Size([8, 1, 3])
 
     Queries, keys and gates are projections of a learned position table; the value at landmark l is
-    x_l W e_l and 0 at every other position, as the task has it. So what a row makes of landmark l
+    W x_l e_l and 0 at every other position, as the task has it. So what a row makes of landmark l
     is the same in all examples: a coefficient, computed once for all rows that are ever asked, by
     the mixer itself on values e_l. An example then costs k products, whatever T is.
 
@@ -76,12 +76,11 @@ class SubsetRoutingModel(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("query_of_request", query, persistent=False)
         self.position = nn.Parameter(torch.empty(length, width))
-        self.payload_in = nn.Linear(task.payload_dim, width, bias=False)
         self.request_in = nn.Linear(task.num_landmarks, width, bias=False) if task.content else None
         self.q_proj = nn.Linear(width, head_dim, bias=False)
         self.k_proj = nn.Linear(width, head_dim, bias=False)
-        self.v_proj = nn.Linear(width, head_dim, bias=False)
-        self.head = nn.Linear(head_dim, task.num_outputs)
+        self.v_proj = nn.Linear(task.payload_dim, head_dim, bias=False)
+        self.head = nn.Linear(head_dim, task.num_outputs, bias=False)
         self.gates = Gates(width, length) if mixer not in ("smat", "softmax") else None
         nn.init.normal_(self.position, std=0.02)
 
@@ -102,8 +101,7 @@ class SubsetRoutingModel(nn.Module):
     def forward(self, rows: Tensor | None = None, *, payload: Tensor, request: Tensor) -> Tensor:
         """Answer requests (B,) about payloads (B, k): (B, 1, k). The rows follow from requests."""
         share = self.coefficients()[self.query_of_request[request]]
-        value = (share * payload) @ self.payload_in.weight.T
-        return self.head(self.v_proj(value))[:, None]
+        return self.head(self.v_proj(share * payload))[:, None]
 
 
 class Gates(nn.Module):

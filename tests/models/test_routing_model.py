@@ -24,7 +24,7 @@ def test_smat_equals_the_dense_oracle_example_by_example():
     x, length = model.position, task.max_length
     hidden = torch.zeros(16, length, 3, dtype=torch.float64)
     hidden[:, task.landmarks, torch.arange(3)] = payload
-    v = model.v_proj(model.payload_in(hidden))[:, :, None]
+    v = model.v_proj(hidden)[:, :, None]
     q, k = (p(x).expand(16, -1, -1)[:, :, None] for p in (model.q_proj, model.k_proj))
     out = smat.reference_attention(q, k, v, task.mask, feature_map=Favor(32))
     rows = batch.rows[:, 0]
