@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import zipfile
@@ -52,6 +53,14 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
             f"rm {files}"
         )
     return None, None
+
+
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint without reading its weights; None without one."""
+    for name in (CURRENT, PREVIOUS):
+        with contextlib.suppress(OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
+            return torch.load(folder / name, weights_only=True, mmap=True)["step"]
+    return None
 
 
 def remove_checkpoints(folder: Path) -> None:

@@ -31,22 +31,35 @@ def make_fabric(
 ) -> Fabric:
     """Build and launch a Fabric on "auto", "cpu", "cuda" or one device such as "cuda:1"."""
     fabric = require("lightning.fabric", extra="train")
-    kind, _, index = device.partition(":")
-    kind = _best_device() if kind == "auto" else kind
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {device} was asked for, but torch sees no GPU; use cpu or auto")
-    if kind not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}")
+    kind, index = parse_device(device)
     if kind == "cpu" and precision.startswith("bf16"):
         guard_bfloat16()
     if kind == "cpu":
         keep_freed_pages()  # a step's temporaries are those of the step before
     for name in ("lightning", "lightning.fabric"):  # it tells at length what was asked for
         logging.getLogger(name).setLevel(logging.WARNING)
-    devices = [int(index)] if index else num_devices
+    devices = num_devices if index is None else [index]
     made = fabric.Fabric(accelerator=kind, devices=devices, precision=precision, strategy=strategy)
     made.launch()
     return made
+
+
+def parse_device(device: str) -> tuple[str, int | None]:
+    """Return a device's kind and index, or say that there is no such device.
+
+    >>> parse_device("cpu")
+    ('cpu', None)
+    """
+    kind, _, index = device.partition(":")
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+        raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device} was asked for, but torch sees no GPU; use cpu or auto")
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("device mps was asked for, but torch sees none; use cpu or auto")
+    return kind, int(index) if index else None
 
 
 def guard_bfloat16() -> None:
@@ -74,7 +87,3 @@ def survives_bfloat16() -> bool:
     """Try a bf16 product in another process, and tell whether it came back."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
     return done.returncode == 0
-
-
-def _best_device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -35,7 +35,7 @@ class Interrupted(Exception):
     """A run was asked to stop, and has written its checkpoint."""
 
     def __init__(self, step: int) -> None:
-        super().__init__(f"stopped at step {step}, which is kept")
+        super().__init__(f"stopped at step {step}, which is kept" if step else "not begun")
         self.step = step
 
 

@@ -67,7 +67,7 @@ class Trainer:
         """Take up a folder's newest whole checkpoint, or seed a new run; return what to tell."""
         state, note = load_checkpoint(folder)
         if state is None:
-            torch.manual_seed(seed_of("training", self.seed))
+            self._seed()
             return None
         try:
             self.model.load_state_dict(state["model"])
@@ -80,8 +80,15 @@ class Trainer:
         restore_random_state(state["random"], self.fabric.device)
         for name in STATE:
             setattr(self, name, state[name])
+        if self.fabric.global_rank:  # the checkpoint has the generators of the first device
+            self._seed()
         self._num_looked_at = self.step
         return note
+
+    def _seed(self) -> None:
+        rank = self.fabric.global_rank
+        parts = ("training", self.seed, rank, self.step) if rank else ("training", self.seed)
+        torch.manual_seed(seed_of(*parts))
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, from the first device; a loss that is no number is never kept."""

@@ -9,7 +9,7 @@ import tiny_table
 from smat.experiments.execute import BusyError, claim
 from smat.experiments.records import Store, make_record
 from smat.experiments.work import work_in_progress
-from smat.training.checkpoint import save_checkpoint
+from smat.training.checkpoint import CURRENT, save_checkpoint
 
 RUN = tiny_table.runs("quick", [0])[0]
 RESULT = {
@@ -85,7 +85,11 @@ def test_work_in_progress_is_what_was_begun_and_not_finished(store):
     assert list(work_in_progress(store)) == []
     with claim(folder):
         (work,) = work_in_progress(store)
-        assert work.describe() == "running: parity quick narrow T=4 seed 0 (no checkpoint yet)"
-    save_checkpoint(folder, {"step": 1})
+        assert work.describe() == "running: parity quick narrow T=4 seed 0, no step is kept yet"
+    for step in (7, 9):
+        save_checkpoint(folder, {"step": step})
+        (work,) = work_in_progress(store)
+        assert work.describe().endswith(f"narrow T=4 seed 0, step {step} of 60 is kept")
+    (folder / CURRENT).write_bytes(b"damaged")
     (work,) = work_in_progress(store)
-    assert work.describe().startswith("interrupted: parity quick narrow T=4 seed 0 (last check")
+    assert (work.step, work.is_running) == (7, False)
