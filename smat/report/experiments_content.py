@@ -10,13 +10,14 @@ from typing import Any
 from smat.experiments.run import Experiment
 from smat.report.experiments_data import Record, select
 from smat.report.experiments_facts import facts_of
+from smat.report.experiments_loads import load_table
 from smat.report.experiments_published import (
     Published,
     detail_tables,
     not_reproduced,
     published_keys,
 )
-from smat.report.experiments_results import ResultTable, load_table, result_table
+from smat.report.experiments_results import PAPER, ResultTable, result_table
 from smat.report.experiments_table import preset_line, stale_note
 
 TITLE = "SMat-Attention: experiments beside the paper"
@@ -34,6 +35,7 @@ NOT_REPRODUCED = (
     "The paper's other numbers, as published. They need hardware, data or time that the presets "
     "here do not ask for."
 )
+OWN_CELLS = "The reduced runs have other cells than the paper's table: no number is comparable."
 
 
 @dataclass(frozen=True)
@@ -80,11 +82,11 @@ def content_of(
 
 
 def _section(experiment: Experiment, records: Sequence[Record], published: Published) -> Section:
-    run = presets_of(experiment, records)
-    tables = [_preset_table(experiment, preset, records, published) for preset in run]
-    if not tables:  # the paper's numbers are worth showing even so
+    shown = presets_of(experiment, records)
+    tables = [_preset_table(experiment, preset, records, published) for preset in shown]
+    if not any(_has_paper(table.table) for table in tables):  # what is to be compared with
         fullest = list(experiment.presets)[-1]
-        tables = [_preset_table(experiment, fullest, records, published)]
+        tables += [_preset_table(experiment, fullest, records, published)] * (fullest not in shown)
     tables = fullest_first(tables, list(experiment.presets))
     shown = [table.preset for table in tables]
     return Section(
@@ -95,6 +97,10 @@ def _section(experiment: Experiment, records: Sequence[Record], published: Publi
         [preset for preset in experiment.presets if preset not in shown],
         detail_tables(experiment, published),
     )
+
+
+def _has_paper(table: ResultTable) -> bool:
+    return any(row.kind == PAPER for group in table.groups for row in group.rows)
 
 
 def presets_of(experiment: Experiment, records: Iterable[Record]) -> list[str]:
@@ -129,7 +135,9 @@ def _preset_table(
         load_table(experiment, preset, records),
         facts_of(table.records),
         progress_of(experiment, preset, table),
-        stale_note(table, experiment, preset),
+        " ".join(
+            filter(None, [OWN_CELLS * table.own_cells, stale_note(table, experiment, preset)])
+        ),
     )
 
 

@@ -44,7 +44,7 @@ def _section(section: Section, pictures: Mapping[str, str]) -> list[str]:
     for table in section.tables:
         parts.append(f"### Preset {escape_markdown(table.preset)}")
         parts.append(escape_markdown(table.about))
-        parts.append(format_markdown(table.table))
+        parts.append(format_markdown(table.table, extra=bool(table.table.records)))
         parts += [escape_markdown(table.note), _facts(table.facts)]
         if table.loads:
             parts += ["Accuracy by load:", format_markdown(table.loads, extra=False)]

@@ -170,7 +170,8 @@ def _preset(section: Section, preset: PresetTable, first: bool) -> str:
     )
     parts = [f"<h3>Preset {escape(preset.preset)}</h3>"]
     parts.append(f'<p class="reduced">{escape(preset.about)}</p>')
-    parts.append(table_html(table, f"{experiment.title}, preset {preset.preset}"))
+    caption = f"{experiment.title}, preset {preset.preset}"
+    parts.append(table_html(table, caption, extra=bool(table.records)))
     if preset.note:
         parts.append(f'<p class="note">{escape(preset.note)}</p>')
     parts.append(f'<dl class="facts">{facts}</dl>')

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from smat.experiments.run import Experiment
 from smat.report.experiments_data import Record, select
@@ -42,12 +41,17 @@ class Group:
 
 @dataclass(frozen=True)
 class ResultTable:
-    """A table of the paper as far as it has been run with one preset."""
+    """A table of the paper as far as it has been run with one preset.
+
+    `own_cells` tells that the runs were evaluated elsewhere than the paper's table, at shorter
+    lengths for example, so that no number of the paper stands beside them.
+    """
 
     columns: Mapping[str, str]
     groups: Sequence[Group]
     controls: Sequence[Row]
     records: Sequence[Record]
+    own_cells: bool = False
 
     @property
     def num_filled(self) -> int:
@@ -68,63 +72,46 @@ def result_table(
 ) -> ResultTable:
     """Arrange the records of one preset as the table that the experiment reproduces."""
     records = select(records, experiment.name, preset)
-    columns = dict(experiment.cells)
+    own_cells = own_columns(records, experiment.cells)
+    columns = own_cells or dict(experiment.cells)
     for record in records:
         columns.update({cell: cell for cell in cells_of(record, columns) if cell not in columns})
-    paper = paper_values(experiment, published)
+    paper = {} if own_cells else paper_values(experiment, published)
     arms = dict(experiment.arms)
-    arms.update({arm: arm for arm in map(_arm, records) if arm not in arms})
+    arms.update({arm: arm for arm in map(arm_of, records) if arm not in arms})
     shared, own = _controls(records, columns)
     groups = []
     for arm, label in arms.items():
-        same = [record for record in records if _arm(record) == arm]
+        same = [record for record in records if arm_of(record) == arm]
         rows = [Row(OURS, label, _values(same, columns))]
         if arm in paper:
             rows.append(Row(PAPER, "paper", paper[arm]))
         rows += [Row(CONTROL, name, by_arm[arm]) for name, by_arm in own.items() if arm in by_arm]
         groups.append(Group(label, rows, same))
-    return ResultTable(
-        columns, [*groups, *_paper_only(experiment, paper, published)], shared, records
-    )
+    groups += _paper_only(experiment, paper, published)
+    return ResultTable(columns, groups, shared, records, bool(own_cells))
 
 
-def load_table(
-    experiment: Experiment, preset: str, records: Iterable[Record]
-) -> ResultTable | None:
-    """Arrange accuracies by load, for tasks that mix several; None if the task has one load."""
-    records = select(records, experiment.name, preset)
-    found = [load for record in records for load in record.get("by_cell", {})]
-    loads = {load: load for load in found if load not in experiment.cells}
-    if len(loads) < 2:
-        return None
-    groups: dict[tuple[str, str], list[Record]] = {}
-    order = [*experiment.arms], [*experiment.cells]
-    for record in sorted(records, key=lambda record: _position(record["run"], *order)):
-        groups.setdefault((_arm(record), record["run"]["cell"]), []).append(record)
-    tables = []
-    for (arm, cell), same in groups.items():
-        label = experiment.arms.get(arm, arm)
-        if len(experiment.cells) > 1:
-            label += f", {experiment.cells.get(cell, cell)}"
-        by_load = {load: _by_seed(same, load) for load in loads}
-        filled = {load: mean_of(by_seed) for load, by_seed in by_load.items() if by_seed}
-        tables.append(Group(label, [Row(OURS, label, filled)], same))
-    return ResultTable(loads, tables, _load_controls(records, loads), records)
+def own_columns(records: Iterable[Record], cells: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns of runs that fill several cells, if these are not the table's.
+
+    >>> run = {"run": {"cell": "all"}, "by_cell": {"T=256": 90.0, "T=1024": 50.0}}
+    >>> own_columns([run], {"T=1024": "T = 1024"})
+    {'T=256': 'T = 256', 'T=1024': 'T = 1024'}
+
+    A model trained at a quarter of the length means something else by T = 1024 than the paper.
+    """
+    found: dict[str, str] = {}
+    for record in records:
+        cell = record["run"]["cell"]
+        if cell not in cells:
+            filled = [name for name in record.get("by_cell", {}) if name not in ("", cell)]
+            found.update({name: cells.get(name, name.replace("=", " = ")) for name in filled})
+    return {} if all(name in cells for name in found) else found
 
 
-def _by_seed(records: Iterable[Record], load: str) -> dict[int, float]:
-    """Return the accuracies at one load."""
-    found = [(record["run"]["seed"], record.get("by_cell", {})) for record in records]
-    return {seed: by_cell[load] for seed, by_cell in found if load in by_cell}
-
-
-def _position(run: Mapping[str, Any], arms: list[str], cells: list[str]) -> tuple[int, int, int]:
-    arm = arms.index(run["arm"]) if run["arm"] in arms else len(arms)
-    cell = cells.index(run["cell"]) if run["cell"] in cells else len(cells)
-    return arm, cell, run["seed"]
-
-
-def _arm(record: Record) -> str:
+def arm_of(record: Record) -> str:
+    """Return the arm of a record's run."""
     return record["run"]["arm"]
 
 
@@ -160,7 +147,7 @@ def _controls(
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for record in records:
         for name, value in table_controls(record).items():
-            by_cell = found.setdefault(name, {}).setdefault(_arm(record), {})
+            by_cell = found.setdefault(name, {}).setdefault(arm_of(record), {})
             for cell in cells_of(record, columns):
                 by_cell.setdefault(cell, []).append(value)
     shared: list[Row] = []
@@ -190,17 +177,6 @@ def table_controls(record: Record) -> dict[str, float]:
     controls, loads = record.get("controls", {}), record.get("by_cell", {})
     ends = tuple(f", {load}" for load in loads if load)
     return {name: value for name, value in controls.items() if not name.endswith(ends)}
-
-
-def _load_controls(records: Sequence[Record], loads: Iterable[str]) -> list[Row]:
-    """Gather controls that are named for a load, such as "majority, T=64,N=4", by their name."""
-    found: dict[str, dict[str, Value]] = {}
-    for record in records:
-        for name, value in record.get("controls", {}).items():
-            for load in loads:
-                if name.endswith(f", {load}"):
-                    found.setdefault(name.removesuffix(f", {load}"), {})[load] = Value(value)
-    return [Row(CONTROL, name, by_load) for name, by_load in found.items()]
 
 
 def _paper_only(

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smat.report.experiments_content import content_of, fullest_first
+from smat.report.experiments_loads import load_table
 from smat.report.experiments_published import load_published, not_reproduced, published_keys
-from smat.report.experiments_results import CONTROL, OURS, PAPER, load_table, result_table
+from smat.report.experiments_results import CONTROL, OURS, PAPER, result_table
 from smat.report.experiments_value import Value, format_number, format_value, mean_of
 from tests.report.experiments_case import ARMS, CELLS, EXPERIMENT, PUBLISHED, make_record
 
@@ -68,11 +69,26 @@ def test_arms_and_cells_that_the_experiment_no_longer_has_still_show():
 
 
 def test_one_run_can_fill_several_cells():
-    by_cell = {"k=1": 90.0, "k=2": 80.0, "elsewhere": 1.0}
+    by_cell = {"k=1": 90.0, "k=2": 80.0}
     table = table_of(make_record("softmax", "everything", 0, 57.0, by_cell=by_cell))
     assert table.columns == CELLS
     means = {cell: value.mean for cell, value in rows_of(table, OURS)["Softmax"][0].values.items()}
     assert means == {"k=1": 90.0, "k=2": 80.0}
+
+
+def test_runs_with_other_cells_stand_alone_and_the_papers_table_follows():
+    record = make_record("softmax", "all", 0, 57.0, "quick", by_cell={"k=0.5": 90.0, "k=1": 80.0})
+    table = table_of(record, preset="quick")
+    assert table.own_cells
+    assert table.columns == {"k=0.5": "k = 0.5", "k=1": "k = 1"}
+    assert all(rows == [] for rows in rows_of(table, PAPER).values())
+    assert load_table(EXPERIMENT, "quick", [record]) is None
+    section = content_of({"made-up": EXPERIMENT}, [record], PUBLISHED).sections[0]
+    assert [(shown.preset, bool(shown.note)) for shown in section.tables] == [
+        ("quick", True),
+        ("paper", False),
+    ]
+    assert rows_of(section.tables[1].table, PAPER)["Softmax"][0].values["k=1"].mean == 100.0
 
 
 def test_controls_that_all_arms_share_stand_once_and_others_with_their_arm():
