@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smat.layers.mixer import DistantMemory, Mixer, local_mask
+from smat.layers.mixer import AdditiveMemory, DistantMemory, Mixer, local_mask
 from smat.layers.primitives import (
     GateThenNorm,
     init_decay_rate_,
@@ -108,18 +108,32 @@ class Mamba2(Mixer):
         first = span.first_visible(mask)
         past = span.part("conv")
         tokens = self._project(self.conv(inputs, past, first), raw_step)
-        y, state = self.recur(x, tokens, mask, span)
-        distant = None
-        if self.memory is not None:
-            q, k, v, log_decay, _ = tokens
-            read, distant = self.memory(x, q, k, v, log_decay, None, span)
-            y = y + read
+        y, state, distant = self._remember(x, tokens, mask, span)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * tokens.skip
         out = self.out_proj(self.norm(y.flatten(-2), gate))
         if not span.use_cache:
             return out, None
         conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
         return out, span.cache(conv=conv, state=state, memory=distant, mask=mask)
+
+    def _remember(
+        self, x: Tensor, tokens: Projected, mask: SMatMask | None, span: Span
+    ) -> tuple[Tensor, Any, Any]:
+        """Add what the recurrence and the memory beside it say, and return their states."""
+        q, k, v, log_decay, _ = tokens
+        begins = span.past is None and not span.use_cache
+        if begins and isinstance(self.memory, AdditiveMemory):
+            y, _ = smat_attention(
+                q, k, v, feature_map="identity", log_decay=log_decay, normalize=False,
+                attention_mask=span.real, cu_seqlens=span.cu_seqlens,
+                **self.memory.assign(x, span),
+            )  # fmt: skip
+            return y, None, None
+        y, state = self.recur(x, tokens, mask, span)
+        if self.memory is None:
+            return y, state, None
+        read, distant = self.memory(x, q, k, v, log_decay, None, span)
+        return y + read, state, distant
 
     def _project(self, convolved: Tensor, raw_step: Tensor) -> Projected:
         shared = self.num_groups * self.state_dim

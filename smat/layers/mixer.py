@@ -6,7 +6,7 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,17 @@ class DistantMemory(Protocol):
         Mamba-2 v is the step times x and beta is None. ``span.part("memory")`` is the state after
         the tokens before these, None at the start.
         """
+
+
+@runtime_checkable
+class AdditiveMemory(DistantMemory, Protocol):
+    """A memory whose reads are the long-range branch of the backbone's own linear attention.
+
+    One call of `smat_attention` then serves both branches, which share q, k, v and the decay.
+    """
+
+    def assign(self, hidden_states: Tensor, span: Span) -> dict[str, Any]:
+        """Return the mask and routing of new sequences, as arguments of `smat_attention`."""
 
 
 def local_mask(memory: DistantMemory, span: Span) -> SMatMask:

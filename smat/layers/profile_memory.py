@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smat.layers.routed_memory import (
@@ -113,6 +114,18 @@ class ProfileMemory(RoutedMemory):
             cu_seqlens=span.cu_seqlens, **_faint(write_weight),
         )  # fmt: skip
         return out, MemoryState(mask, self.next_hash_state(hidden_states, span, None), tables)
+
+    def assign(self, hidden_states: Tensor, span: Span) -> dict[str, Any]:
+        """Return mask, profiles, types and their weights, as arguments of `smat_attention`."""
+        mask = self.mask_of(span)
+        first = first_reader(mask, span)
+        route = self.route(hidden_states, mask, span, None, first)
+        query_type, read_weight = (F.pad(x, (0, 0, 0, 0, first, 0)) for x in route.reads)
+        return {
+            "mask": self.routing.read_mask(mask), "profile": route.address.profile,
+            "write_weight": self._write_weight(route, hidden_states), "query_type": query_type,
+            "read_weight": read_weight,
+        }  # fmt: skip
 
     def _write_weight(self, route: Route, hidden: Tensor) -> Tensor:
         return route.address.ste_weight * self.write_gate(hidden)

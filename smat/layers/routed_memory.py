@@ -18,7 +18,7 @@ from smat.layers.routing import LearnedRouting, Route
 from smat.layers.selectors import TypeReads
 from smat.layers.span import Span
 from smat.masks import SMatMask
-from smat.ops import smat_attention
+from smat.ops import smat_attention_at
 
 GATE_LOGIT = -2.197  # gates begin at about 0.1
 
@@ -166,16 +166,14 @@ def read_types(
 ) -> Tensor:
     """Pool by profile, tabulate, and let queries read k types each, -> (B, T, H, V).
 
-    The k reads of a query are k heads of queries that share one head of keys, so Algorithm 1
-    serves, with any boundary schedule. q (B, T - first, H, K), and the reads are those from `first`
-    on; before it nothing is distant.
+    q (B, T - first, H, K), and the reads are those from `first` on; before it nothing is distant.
+    Padding stands behind all real tokens, where it changes nothing, and reads nothing.
     """
-    num_heads, num_reads = reads.query_type.shape[2:]
-    asked = q.unsqueeze(3) * reads.read_weight.unsqueeze(-1).to(q.dtype)
-    out, _ = smat_attention(
-        F.pad(asked.flatten(2, 3), (0, 0, 0, 0, first, 0)), k, v, mask, feature_map="identity",
-        log_decay=log_decay, write_weight=write_weight, profile=profile,
-        query_type=F.pad(reads.query_type.flatten(2), (0, 0, first, 0)), normalize=False,
-        attention_mask=span.real, cu_seqlens=span.cu_seqlens, branch="long_range",
+    rows = torch.arange(first, span.length, device=q.device)
+    read = smat_attention_at(
+        q, k, v, mask, rows, feature_map="identity", log_decay=log_decay,
+        write_weight=write_weight, profile=profile, query_type=reads.query_type,
+        read_weight=reads.read_weight, normalize=False, cu_seqlens=span.cu_seqlens,
+        branch="long_range",
     )  # fmt: skip
-    return out.unflatten(2, (num_heads, num_reads)).sum(3)
+    return span.quiet(F.pad(read, (0, 0, 0, 0, first, 0)))

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.layers.content_routing import attend_reads
 from smat.layers.hashed_routing import PositionalRouting, Routing
 from smat.layers.lengths import mask_recipe
 from smat.layers.mamba2 import decode
@@ -200,28 +199,19 @@ class SMatAttention(Mixer):
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.mask_for(span.length)
         assignment, route = self.routing(x, mask, span)
-        gates, state = self._gates(x), span.part("state")
+        per_token, state = {**self._gates(x), **assignment._asdict()}, span.part("state")
         if state is not None:
-            y, state = decode(state, q, k, v, span, **gates, **assignment._asdict())
+            y, state = decode(state, q, k, v, span, **per_token)
             return y, state, route
-        gates["feature_map"] = self.feature_map
-        mask, normalize = self.routing.read_mask(mask), self.normalize
-        if assignment.read_weight is not None:
-            y, state = attend_reads(q, k, v, mask, assignment, span, normalize=normalize, **gates)
-            return y, state, route
+        mask = self.routing.read_mask(mask)
+        per_token.update(
+            feature_map=self.feature_map, normalize=self.normalize, cu_seqlens=span.cu_seqlens
+        )
         if span.rows is not None:
-            y = smat_attention_at(
-                q, k, v, mask, span.rows, normalize=normalize, profile=assignment.profile,
-                query_type=assignment.query_type, write_weight=assignment.write_weight,
-                cu_seqlens=span.cu_seqlens, **gates,
-            )  # fmt: skip
-            return y, None, route
+            return smat_attention_at(q, k, v, mask, span.rows, **per_token), None, route
         y, state = smat_attention(
-            q, k, v, mask, normalize=normalize, profile=assignment.profile,
-            query_type=assignment.query_type, write_weight=assignment.write_weight,
-            attention_mask=span.real, cu_seqlens=span.cu_seqlens,
-            output_final_state=span.use_cache, **gates,
-        )  # fmt: skip
+            q, k, v, mask, attention_mask=span.real, output_final_state=span.use_cache, **per_token
+        )
         return y, state, route
 
     def _gates(self, x: Tensor) -> dict[str, Any]:

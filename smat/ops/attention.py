@@ -109,14 +109,15 @@ def _put_grads(
             pulled_reads = torch.zeros_like(share.of_queries(inputs.read_weight, taken))
         share.put_queries(pulled_reads, grads["read_weight"], taken)
     features = share.key_features(span)
+    psi = share.gated(features, inputs.key_gate, span)
     if inputs.write_weight is not None:
         weight = share.of_keys(inputs.write_weight, span).to(grad_psi.dtype)
-        pulled = torch.zeros_like(weight) if far is None else (share.psi(span) * far).sum(-1)
+        pulled = torch.zeros_like(weight) if far is None else (psi * far).sum(-1)
         share.put_keys(pulled, grads["write_weight"], span)
         far = None if far is None else far * weight.unsqueeze(-1)
     grad_psi = grad_psi if far is None else grad_psi + far
     if moved is not None:
-        moved[:, span] -= (share.psi(span) * grad_psi).sum(-1, dtype=torch.float64)
+        moved[:, span] -= (psi * grad_psi).sum(-1, dtype=torch.float64)
     if grad_phi is not None:
         phi = share.phi(taken)
         if moved is not None:

@@ -150,13 +150,14 @@ class Share:
 
     def psi(self, span: slice) -> Tensor:
         """Return the features of some keys, (N, t, r)."""
-        return self._gated(self.key_features(span), self.inputs.key_gate, span)
+        return self.gated(self.key_features(span), self.inputs.key_gate, span)
 
     def far(self, span: slice) -> Tensor:
         """Return the features with which some keys are pooled, (N, t, r)."""
-        return self._gated(self.psi(span), self.inputs.write_weight, span)
+        return self.gated(self.psi(span), self.inputs.write_weight, span)
 
-    def _gated(self, features: Tensor, gate: Tensor | None, span: slice) -> Tensor:
+    def gated(self, features: Tensor, gate: Tensor | None, span: slice) -> Tensor:
+        """Scale the features of some keys (N, t, r) by a gate (B, T, Hkv), if there is one."""
         if gate is None:
             return features
         return features * self.of_keys(gate, span).to(features.dtype).unsqueeze(-1)

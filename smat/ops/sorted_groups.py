@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smat.ops.workspace import scratch
@@ -28,6 +29,12 @@ class Tiles(NamedTuple):
     visit: Tensor  # (tiles, width)
     padding: Tensor | None  # (tiles, width), True where a visit is padding
     some_empty: bool  # an empty group has no visit of its own to be padded with
+
+    def targets(self, nowhere: int) -> Tensor:
+        """List the visits one after the other, padding as a visit that there is not."""
+        if self.padding is None:
+            return self.visit.flatten()
+        return self.visit.masked_fill(self.padding, nowhere).flatten()
 
     def states(self, by_group: Tensor) -> Tensor:
         """Take the tiles' states out of (groups, r, p)."""
@@ -48,11 +55,23 @@ class SortedGroups:
     def __init__(self, index: Tensor, num_groups: int, weight: Tensor | None = None) -> None:
         self.num_groups, self.shape, self.weight = num_groups, index.shape, weight
         self.num_visits, self.num_reads = index.numel(), index[0, :1].numel() or 1
+        self.device = index.device
         row = torch.arange(len(index), device=index.device)
         entry = (row[:, None] * num_groups + index.flatten(1)).flatten()  # groups over all rows
         order = entry.argsort(stable=True)
         counts = torch.bincount(entry, minlength=len(index) * num_groups)
         self.tiles = list(_cut_tiles(order, counts))
+        self.slot = self._find_slots()
+
+    def _find_slots(self) -> Tensor:
+        """Say where in the tiles, one after the other, each visit stands."""
+        self.num_slots = sum(tiles.visit.numel() for tiles in self.tiles)
+        places = torch.arange(self.num_slots, device=self.device)
+        slot = places.new_empty(self.num_visits + 1)  # padding is dropped in the last place
+        targets = [tiles.targets(self.num_visits) for tiles in self.tiles]
+        if targets:
+            slot.scatter_(0, torch.cat(targets), places)
+        return slot[:-1]
 
     def outer_sum(
         self,
@@ -72,12 +91,10 @@ class SortedGroups:
             by_group.zero_()
         for tiles in self.tiles:
             one, other = self._take(left, tiles, "left"), self._take(right, tiles, "right")
-            if self.weight is not None:
-                one.mul_(self.weight.flatten()[tiles.visit].unsqueeze(-1))
-            if tiles.padding is not None:
-                one.masked_fill_(tiles.padding.unsqueeze(-1), 0)
-                if tiles.some_empty:  # zero times a stranger's NaN would not be zero
-                    other.masked_fill_(tiles.padding.unsqueeze(-1), 0)
+            self._weigh(one, tiles)
+            if tiles.some_empty and tiles.padding is not None:
+                for part in (one, other):  # zero times a stranger's NaN would not be zero
+                    part.masked_fill_(tiles.padding.unsqueeze(-1), 0)
             if not isinstance(tiles.group, slice):
                 by_group.index_add_(0, tiles.group, torch.bmm(one.mT, other))
             elif onto is None:
@@ -97,34 +114,43 @@ class SortedGroups:
     def read_backward(self, left: Tensor, grad: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Find the gradients of a read: of its left vectors (N, T, r), of its weights (N, T, k)."""
         pulled = self._visit(grad, table.flatten(0, 1).mT)
-        grad_left = self._sum_visits(pulled)
-        grad_weight = pulled.mul_(left.flatten(0, 1).unsqueeze(1)).sum(-1)
-        return grad_left, grad_weight.view(*self.shape[:2], -1)
-
-    def _sum_visits(self, answers: Tensor) -> Tensor:
-        """Sum (N T, k, f) over the visits of each token, times their weights, -> (N, T, f)."""
-        if self.weight is None:
-            total = answers.squeeze(1) if self.num_reads == 1 else answers.sum(1)
-        else:
-            weight = self.weight.flatten(0, 1).view(-1, self.num_reads)
-            total = answers[:, 0] * weight[:, :1]
-            for read in range(1, self.num_reads):
-                total.addcmul_(answers[:, read], weight[:, read : read + 1])
-        return total.view(*self.shape[:2], -1)
+        token = torch.arange(self.num_visits, device=left.device) // self.num_reads
+        grad_weight = torch.ops.aten._embedding_bag_per_sample_weights_backward(
+            left.reshape(-1, left.shape[-1]), pulled, self.slot, token[:: self.num_reads], token, 0
+        )
+        return self._sum_visits(pulled), grad_weight.view(*self.shape[:2], -1)
 
     def _visit(self, x: Tensor, states: Tensor) -> Tensor:
-        """Contract the vectors of tokens with the states of their groups, -> (N T, k, .)."""
+        """Contract the vectors of tokens with the states of their groups, -> (slots, .)."""
         width = states.shape[-1]
-        answers = x.new_empty(self.num_visits + 1, width)  # padding is dropped in the last row
+        products = scratch("right", (self.num_slots, width), x)
+        first = 0
         for tiles in self.tiles:
             taken = self._take(x, tiles, "left")
-            shape = (*taken.shape[:2], width)
-            product = torch.bmm(taken, tiles.states(states), out=scratch("right", shape, x))
-            target = tiles.visit
-            if tiles.padding is not None:
-                target = target.masked_fill(tiles.padding, self.num_visits)
-            answers.index_copy_(0, target.flatten(), product.flatten(0, 1))
-        return answers[:-1].view(-1, self.num_reads, width)
+            part = products[first : first + tiles.visit.numel()]
+            torch.bmm(taken, tiles.states(states), out=part.view(*taken.shape[:2], width))
+            first += tiles.visit.numel()
+        return products
+
+    def _sum_visits(self, products: Tensor) -> Tensor:
+        """Sum what the visits of each token found, times their weights, -> (N, T, f)."""
+        weight = None if self.weight is None else self.weight.reshape(-1, self.num_reads)
+        total = F.embedding_bag(
+            self.slot.view(-1, self.num_reads), products, mode="sum", per_sample_weights=weight
+        )
+        return total.view(*self.shape[:2], -1)
+
+    def _weigh(self, taken: Tensor, tiles: Tiles) -> None:
+        """Multiply vectors (tiles, width, f) by the weights of their visits, padding by 0."""
+        if self.weight is not None:
+            weight = self.weight.flatten()[tiles.visit]
+        elif tiles.padding is not None:
+            weight = torch.ones_like(tiles.visit, dtype=taken.dtype)
+        else:
+            return
+        if tiles.padding is not None:
+            weight.masked_fill_(tiles.padding, 0)
+        taken.mul_(weight.unsqueeze(-1))
 
     def _take(self, x: Tensor, tiles: Tiles, name: str) -> Tensor:
         """Take the vectors of the tiles' visits out of (N, T, f), -> (tiles, width, f)."""
@@ -142,7 +168,7 @@ def _cut_tiles(order: Tensor, counts: Tensor) -> Iterator[Tiles]:
         return
     offsets = counts.cumsum(0) - counts
     largest = int(counts.max())
-    if largest <= TILE_VISITS and largest * len(counts) <= 2 * num_visits + FEW_VISITS:
+    if largest <= TILE_VISITS and 4 * largest * len(counts) <= 5 * num_visits:
         step = max(1, BATCH_VISITS // largest)
         for first in range(0, len(counts), step):
             some = slice(first, first + step)
@@ -155,13 +181,17 @@ def _cut_tiles(order: Tensor, counts: Tensor) -> Iterator[Tiles]:
     size, by_size = (counts[group] - skipped).clamp(max=TILE_VISITS).sort(descending=True)
     group = group[by_size]
     start = offsets[group] + skipped[by_size]
-    for first, last in _batches(size.tolist()):
+    for first, last in falling_runs(size.tolist()):
         some = slice(first, last)
         yield _fill(group[some], start[some], size[some], int(size[first]), order)
 
 
-def _batches(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut falling sizes into runs that are padded by a third at most."""
+def falling_runs(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    """Cut falling sizes into runs that are padded by a third at most.
+
+    >>> list(falling_runs([40, 35, 29, 8, 1]))
+    [(0, 2), (2, 3), (3, 5)]
+    """
     first = 0
     while first < len(sizes):
         width = sizes[first]
