@@ -8,6 +8,7 @@ from smat.layers.hashed_routing import Assignment, HashedRouting, PositionalRout
 from smat.layers.log_linear import LogLinearGatedDeltaNet, LogLinearMamba2
 from smat.layers.mamba2 import Mamba2
 from smat.layers.mixer import DistantMemory, Mixer
+from smat.layers.mixture_of_memories import MixtureOfMemories
 from smat.layers.profile_memory import ProfileMemory
 from smat.layers.routed_memory import sum_balance_losses
 from smat.layers.routing import LearnedRouting
@@ -32,6 +33,7 @@ __all__ = [
     "Mamba2",
     "Mixer",
     "MixerCache",
+    "MixtureOfMemories",
     "OwnCell",
     "OwnHyperplane",
     "PositionalRouting",

@@ -14,6 +14,7 @@ from smat.layers import (
     LogLinearGatedDeltaNet,
     LogLinearMamba2,
     Mamba2,
+    MixtureOfMemories,
     SMatAttention,
     SoftmaxAttention,
 )
@@ -82,6 +83,9 @@ LAYERS = {
     ),
     "log-linear mamba2": lambda: LogLinearMamba2(HIDDEN, **MAMBA, num_levels=4),
     "log-linear deltanet": lambda: LogLinearGatedDeltaNet(HIDDEN, **DELTA, num_levels=7),
+    "mixture of memories": lambda: MixtureOfMemories(
+        HIDDEN, 5, num_chosen=2, num_heads=2, head_dim=3, expand_v=2.0
+    ),
     "linear attention": lambda: smat_layer(vc_dim=1, field_size=None, feature_dim=9),
     "smat": lambda: smat_layer(),
     "smat gated": lambda: smat_layer(conv_size=3, qk_norm=True, num_kv_heads=1, **EVERY_GATE),
@@ -95,8 +99,10 @@ LAYERS = {
     "smat hashed direction": lambda: smat_layer(routing=hashed(), decay_gate=True),
 }
 
-# Their gradient is that of a surrogate, and rounding can move a token to another cell.
+# Their gradient is that of a surrogate, and rounding can move a token to another cell; or to
+# another memory.
 STRAIGHT_THROUGH = {name for name in LAYERS if name.startswith(("smat content", "routed"))}
+ROUNDING_ROUTES = STRAIGHT_THROUGH | {"mixture of memories"}
 
 
 def make(name, dtype=torch.float64, seed=0):

@@ -9,6 +9,7 @@ from smat.layers import MixerCache, SMatAttention
 from tests.layers.mixers import (
     HIDDEN,
     LAYERS,
+    ROUNDING_ROUTES,
     STRAIGHT_THROUGH,
     make,
     relative_rms,
@@ -31,7 +32,10 @@ def test_a_token_changes_no_output_before_it(name):
         other[:, changed] += 1
         other_ids[:, changed] = (ids[:, changed] + 1) % 7
         out = layer(other, token_ids=other_ids)[0]
-        assert torch.equal(out[:, :changed], whole[:, :changed])
+        if name == "mixture of memories":  # products have other shapes where routes change
+            assert (out - whole)[:, :changed].abs().sum() < 1e-13
+        else:
+            assert torch.equal(out[:, :changed], whole[:, :changed])
         assert not torch.allclose(out[:, changed], whole[:, changed])
 
 
@@ -179,7 +183,7 @@ def test_half_precision_stays_near_full_precision(name, autocast):
         out, _, cache = layer(x, use_cache=True, token_ids=ids)
         step, _ = layer.step(x[:, -1], cache, token_ids=ids[:, -1])
     assert out.dtype == step.dtype == torch.bfloat16
-    assert relative_rms(out, expected) < (0.5 if name in STRAIGHT_THROUGH else 0.05)
+    assert relative_rms(out, expected) < (0.5 if name in ROUNDING_ROUTES else 0.05)
     out.float().square().sum().backward()
     assert torch.isfinite(x.grad).all()
 

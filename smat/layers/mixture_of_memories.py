@@ -1,0 +1,239 @@
+"""Mixture of memories: a router sends each token to a few of many gated delta-rule memories.
+
+The whole-mixer baseline of joint recall (appendix, Table "mom_macro"), derived from MoM: top-k of a
+softmax router, renormalised, no shared memory, and Gated DeltaNet's update in every memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from smat.layers.mixer import Mixer
+from smat.layers.primitives import (
+    NormThenGate,
+    init_decay_rate_,
+    init_step_bias_,
+    l2_norm,
+    step_and_log_decay,
+)
+from smat.layers.short_convolution import ShortConvolution
+from smat.layers.span import MixerCache, Span
+from smat.layers.visits import Batch, Visits
+from smat.ops.delta_rule import delta_rule, delta_rule_step
+
+
+class MixtureOfMemories(Mixer):
+    """Many small memories, of which each token updates and reads a few.
+
+    >>> layer = MixtureOfMemories(hidden_size=32, num_memories=6, num_heads=2, head_dim=8)
+    >>> x = torch.randn(2, 50, 32)
+    >>> out, _, cache = layer(x, use_cache=True)
+    >>> out.shape, layer.balance_loss >= 0
+    (torch.Size([2, 50, 32]), tensor(True))
+    >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
+    >>> out_t.shape, cache["state"].shape
+    (torch.Size([2, 32]), torch.Size([2, 6, 2, 8, 8]))
+
+    For each of the k memories m that the router chooses for a token,
+    S_m <- a (I - beta k k') S_m + beta k v',  and  y = sum over them of w_m K^(-1/2) S_m' q,
+    with w the router's softmax over the chosen ones. Queries, norm and output are shared; k, v,
+    beta and a are projections of the memory's own. Keys and values are convolved along the tokens
+    that their memory receives, queries along all tokens.
+
+    Visits are sorted into one sequence a memory, and those run side by side: O(T k) work, not a
+    scan for each memory.
+
+    Args:
+        hidden_size: The width of the layer's input and output.
+        num_memories: How many there are; or, by sequence length, how many of the first memories a
+            router of its own for that length may choose. A call takes the router of the shortest
+            length that holds it, the longest one past all; decoding keeps to it.
+        num_chosen: k, the memories that a token updates and reads.
+        num_heads, head_dim, expand_v, conv_size, norm_eps, chunk_size: As in Gated DeltaNet.
+
+    After a call that begins sequences `balance_loss` holds M sum over m of f_m p_m, f the share of
+    the visits and p the mean probability: 1 if memories are used evenly.
+    """
+
+    balance_loss: Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_memories: int | Mapping[int, int],
+        *,
+        num_chosen: int = 4,
+        num_heads: int = 4,
+        head_dim: int = 16,
+        expand_v: float = 1.0,
+        conv_size: int = 4,
+        norm_eps: float = 1e-5,
+        chunk_size: int = 64,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        by_length = {0: num_memories} if isinstance(num_memories, int) else dict(num_memories)
+        if not by_length or min(by_length.values()) < num_chosen or num_chosen < 1:
+            raise ValueError(f"a token cannot choose {num_chosen} of {num_memories} memories")
+        value_dim = round(head_dim * expand_v)
+        if value_dim < 1 or value_dim != head_dim * expand_v:
+            raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")
+        self.hidden_size, self.num_heads, self.num_chosen = hidden_size, num_heads, num_chosen
+        self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
+        self.num_memories = max(by_length.values())
+        self.widths = [num_heads * head_dim, num_heads * value_dim, num_heads, num_heads]
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.routers = nn.ModuleDict(
+            {
+                str(length): nn.Linear(hidden_size, count, bias=False, **made)
+                for length, count in sorted(by_length.items())
+            }
+        )
+        self.q_proj = nn.Linear(hidden_size, self.widths[0], bias=False, **made)
+        self.q_conv = ShortConvolution(self.widths[0], conv_size, **made)
+        shape = (self.num_memories, hidden_size, sum(self.widths))
+        self.bank = nn.Parameter(torch.empty(shape, **made))  # [k, v, beta, decay] of each memory
+        self.kv_conv = ShortConvolution(sum(self.widths[:2]), conv_size, **made)
+        self.dt_bias = nn.Parameter(torch.empty(self.num_memories, num_heads, **made))
+        self.A_log = nn.Parameter(torch.empty(self.num_memories, num_heads, **made))
+        self.g_proj = nn.Linear(hidden_size, self.widths[1], bias=False, **made)
+        self.norm = NormThenGate(value_dim, norm_eps, **made)
+        self.o_proj = nn.Linear(self.widths[1], hidden_size, bias=False, **made)
+        self.balance_loss = None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew: each memory's projections as torch draws a linear layer."""
+        super().reset_parameters()
+        bound = self.hidden_size**-0.5
+        nn.init.uniform_(self.bank, -bound, bound)
+        init_step_bias_(self.dt_bias)
+        init_decay_rate_(self.A_log, 0.0, 16.0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the last loss behind where a layer is copied or saved: it belongs to a graph."""
+        return {**self.__dict__, "balance_loss": None}
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: MixerCache | None = None,
+        use_cache: bool = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None, MixerCache | None]:
+        """Mix tokens as every mixer does; the padded length of a batch picks its router."""
+        if cu_seqlens is not None and len(self.routers) > 1:
+            raise ValueError(
+                f"packed sequences would share one of {len(self.routers)} routers, which are for "
+                f"lengths {[int(length) for length in self.routers]}; pad them instead"
+            )
+        return super().forward(
+            hidden_states, attention_mask, past_key_values, use_cache, cu_seqlens=cu_seqlens,
+            **kwargs,
+        )  # fmt: skip
+
+    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+        router = self._router_of(span)
+        memory, weight = self._route(x, router, span)
+        inputs = self.q_proj(x)
+        q = self.q_conv(inputs, span.part("q_conv"))
+        q = l2_norm(q.unflatten(-1, (self.num_heads, -1)))
+        states = self._states(x, span)
+        visits = Visits(memory, self.num_memories, span.real)
+        batches = list(visits.batches())
+        sorted_inputs = visits.project(x, self.bank)
+        answers = [self._recur(q, sorted_inputs, visits, batch, states) for batch in batches]
+        found = visits.collect(batches, answers).unflatten(0, x.shape[:2])  # (B, T, k, H, V)
+        y = (found * weight.to(found.dtype)[..., None, None]).sum(2)
+        y = self.norm(y, self.g_proj(x).view_as(y))
+        out = self.o_proj(y.flatten(-2))
+        if not span.use_cache:
+            return out, None
+        q_conv = self.q_conv.next_state(inputs, span.part("q_conv"), span.lengths)
+        assert states is not None
+        kv_conv, state = states
+        number = torch.full((len(x),), int(router), device=x.device)
+        return out, span.cache(q_conv=q_conv, kv_conv=kv_conv, state=state, router=number)
+
+    def _router_of(self, span: Span) -> str:
+        if span.past is not None:
+            return str(int(span.past["router"][0]))
+        if len(self.routers) == 1:
+            return next(iter(self.routers))
+        lengths = sorted(int(length) for length in self.routers)
+        return str(next((each for each in lengths if each >= span.length), lengths[-1]))
+
+    def _route(self, x: Tensor, router: str, span: Span) -> tuple[Tensor, Tensor]:
+        """Choose memories (B, T, k), and weigh them, (B, T, k)."""
+        scores = self.routers[router](x)
+        share = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
+        chosen, memory = share.topk(self.num_chosen, dim=-1)
+        if span.past is None:
+            self.balance_loss = _balance_loss(share, memory, span.real)
+        return memory, span.quiet(chosen / chosen.sum(-1, keepdim=True))
+
+    def _states(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor] | None:
+        """Return the states of all memories' convolutions and recurrences, to be overwritten."""
+        if span.past is None and not span.use_cache:
+            return None
+        if span.past is not None:
+            kept = span.past["kv_conv"], span.past["state"]
+            return kept if span.inplace else (kept[0].clone(), kept[1].clone())
+        rows = (len(x), self.num_memories)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        matrix = (self.num_heads, self.head_dim, self.value_dim)
+        conv = x.new_zeros(*rows, self.kv_conv.width - 1, sum(self.widths[:2]))
+        return conv, x.new_zeros(*rows, *matrix, dtype=wide)
+
+    def _recur(
+        self,
+        q: Tensor,
+        sorted_inputs: Tensor,
+        visits: Visits,
+        batch: Batch,
+        states: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        """Run the memories of a batch over the tokens that visit them: (n, L, H, V)."""
+        where = batch.row, batch.memory
+        before = (None, None) if states is None else (states[0][where], states[1][where])
+        inputs, raw_beta, raw_step = sorted_inputs[batch.place].split(
+            [sum(self.widths[:2]), *self.widths[2:]], -1
+        )
+        k, v = self.kv_conv(inputs, before[0]).split(self.widths[:2], -1)
+        k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in (k, v))
+        parameters = (each[batch.memory].unsqueeze(1) for each in (self.dt_bias, self.A_log))
+        _, log_decay = step_and_log_decay(raw_step, *parameters)
+        gone = ~batch.real().unsqueeze(-1)
+        beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
+        q = q.flatten(0, 1)[visits.token[batch.place]]
+        tokens, state = (q, l2_norm(k), v, beta, log_decay), before[1]
+        if q.shape[1] == 1 and state is not None:
+            out, state = delta_rule_step(*(each[:, 0] for each in tokens), state=state)
+            out = out.unsqueeze(1)
+        else:
+            out, state = delta_rule(
+                *tokens, initial_state=state, output_final_state=states is not None,
+                chunk_size=self.chunk_size,
+            )  # fmt: skip
+        if states is not None:
+            assert state is not None
+            conv = self.kv_conv.next_state(inputs.detach(), before[0], batch.lengths)
+            states[0][where], states[1][where] = conv.to(states[0].dtype), state.detach()
+        return out
+
+
+def _balance_loss(share: Tensor, memory: Tensor, real: Tensor | None) -> Tensor:
+    """M sum_m f_m p_m over the real tokens, with the gradient of p."""
+    if real is not None:
+        share, memory = share[real], memory[real]
+    num_memories, visited = share.shape[-1], memory.flatten()
+    visits = torch.bincount(visited, minlength=num_memories) / max(1, len(visited))
+    return num_memories * (visits.to(share.dtype) * share.flatten(0, -2).mean(0)).sum()

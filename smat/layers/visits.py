@@ -1,0 +1,97 @@
+"""Which tokens each of many memories receives: visits sorted into one short sequence a memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from smat.ops.sorted_groups import falling_runs
+
+TILE_VISITS = 256  # of one memory, that are projected together
+
+
+class Batch(NamedTuple):
+    """Sequences of about the same length, side by side."""
+
+    memory: Tensor  # (n,)
+    row: Tensor  # (n,), of the batch
+    place: Tensor  # (n, L), of each token among the sorted visits
+    lengths: Tensor  # (n,)
+
+    def real(self) -> Tensor:
+        """Mark the tokens that are no padding, (n, L)."""
+        token = torch.arange(self.place.shape[1], device=self.place.device)
+        return token < self.lengths.unsqueeze(1)
+
+
+class Visits:
+    """Tokens (B, T) that visit k memories each, ``memory`` (B, T, k), in the order of their time.
+
+    >>> visits = Visits(torch.tensor([[[0, 1], [1, 2], [1, 0]]]), num_memories=3)
+    >>> visits.token, [batch.lengths.tolist() for batch in visits.batches()]
+    (tensor([0, 2, 0, 1, 2, 1]), [[3, 2, 1]])
+
+    Visits are sorted by memory, then batch row, then time: those of a memory stand together for its
+    projections, and those of a memory and row are a sequence. Padding, which stands behind the real
+    tokens of a row, visits nothing. All work is O(T k), however unevenly memories are visited.
+    """
+
+    def __init__(self, memory: Tensor, num_memories: int, real: Tensor | None = None) -> None:
+        self.batch, _, self.num_reads = memory.shape
+        self.num_memories, self.device = num_memories, memory.device
+        num_sequences = num_memories * self.batch
+        row = torch.arange(self.batch, device=self.device)
+        entry = memory * self.batch + row[:, None, None]
+        if real is not None:
+            entry = entry.masked_fill(~real.unsqueeze(-1), num_sequences)
+        entry = entry.flatten()
+        self.counts = torch.bincount(entry, minlength=num_sequences + 1)[:num_sequences]
+        num_visits = len(entry) if real is None else int(self.counts.sum())
+        self.order = entry.argsort(stable=True)[:num_visits]
+        self.token = self.order // self.num_reads
+        self.num_tokens = memory.shape[0] * memory.shape[1]
+
+    def project(self, x: Tensor, bank: Tensor) -> Tensor:
+        """Multiply every visitor (B, T, f) by its memory's matrix (M, f, g): sorted, (V, g)."""
+        per_memory = self.counts.view(self.num_memories, -1).sum(1)
+        offset = per_memory.cumsum(0) - per_memory
+        tiles = -(-per_memory // TILE_VISITS)
+        tiles_before = tiles.cumsum(0) - tiles
+        number = torch.arange(self.num_memories, device=self.device)
+        of_tile, of_visit = number.repeat_interleave(tiles), number.repeat_interleave(per_memory)
+        skipped = torch.arange(len(of_tile), device=self.device) - tiles_before[of_tile]
+        start = offset[of_tile] + skipped * TILE_VISITS
+        width = min(TILE_VISITS, int(per_memory.max()))
+        place = start.unsqueeze(1) + torch.arange(width, device=self.device)
+        visitor = self.token[place.clamp(max=len(self.token) - 1)]
+        products = torch.bmm(x.flatten(0, 1)[visitor], bank.to(x.dtype)[of_tile])
+        within = torch.arange(len(self.token), device=self.device) - offset[of_visit]
+        tile = tiles_before[of_visit] + within // TILE_VISITS
+        return products.flatten(0, 1)[tile * width + within % TILE_VISITS]
+
+    def batches(self) -> Iterator[Batch]:
+        """Give the sequences that are not empty, padded by a third at most."""
+        offset = self.counts.cumsum(0) - self.counts
+        lengths, sequence = self.counts.sort(descending=True)
+        sizes = lengths[: int((lengths > 0).sum())].tolist()
+        for first, last in falling_runs(sizes):
+            some = sequence[first:last]
+            token = torch.arange(sizes[first], device=self.device)
+            place = (offset[some].unsqueeze(1) + token).clamp(max=len(self.token) - 1)
+            yield Batch(some // self.batch, some % self.batch, place, lengths[first:last])
+
+    def collect(self, batches: list[Batch], answers: list[Tensor]) -> Tensor:
+        """Give what sequences (n, L, ...) say back to their tokens, (B T, k, ...), 0 at padding."""
+        said = torch.cat([answer.flatten(0, 1) for answer in answers])
+        nothing = said.new_zeros(1, *said.shape[1:])
+        slot = torch.full((self.num_tokens * self.num_reads + 1,), len(said), device=self.device)
+        target = [
+            self.order[batch.place].masked_fill(~batch.real(), self.num_tokens * self.num_reads)
+            for batch in batches
+        ]
+        places = torch.arange(len(said), device=self.device)
+        slot.scatter_(0, torch.cat([each.flatten() for each in target]), places)
+        return torch.cat([said, nothing])[slot[:-1]].unflatten(0, (-1, self.num_reads))
