@@ -16,12 +16,20 @@ The two-layer models of multi-query recall at width 64, AdamW at 3e-3 with weigh
 256, 32 epochs, cosine to a tenth and clipping at 1 as the paper's appendix has it. The accuracy \
 is the last step's, the equal mean over loads. SMat adds parameters (a scorer for every field \
 size), so each backbone also appears widened until it has as many as with d = 3; and the best \
-guess from one field of the query alone is among the controls."""
+guess from one field of the query alone is among the controls. The mixtures of memories take the \
+updates of Gated DeltaNet in the four memories that a router chooses for each token, as many in \
+all as d = 3 has profiles, or profiles and types; no memory is shared, nothing is reset."""
 
 MATCHED_WIDTH = {"mamba2": 176, "gated_deltanet": 128}  # about the parameters of d = 3
-ARMS = recall_arms() | {
-    f"{name}_matched": f"{label}, parameters matched" for name, label in BACKBONES.items()
+MIXTURES = {
+    "mom_profile": "Mixture of memories, as many as profiles of d = 3",
+    "mom_storage": "Mixture of memories, as many as profiles and types",
 }
+ARMS = (
+    recall_arms()
+    | {f"{name}_matched": f"{label}, parameters matched" for name, label in BACKBONES.items()}
+    | MIXTURES
+)
 CELLS = {"accuracy": "accuracy"}
 PRESETS = {
     "quick": "loads of 4 and 16 bindings, width 32, Mamba-2 alone and with d = 2, 300 steps of 64",
@@ -36,6 +44,10 @@ STANDARD_ARMS = ("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d
 
 def model_of(arm: str, width: int) -> ModelConfig:
     """Return the model of an arm; a matched backbone is wider."""
+    if arm in MIXTURES:
+        options = {"num_heads": 2, "head_dim": 16, "vc_dim": 3}
+        options["count_types"] = int(arm == "mom_storage")
+        return ModelConfig("mixture_of_memories", width, num_layers=2, options=options, tied=True)
     if not arm.endswith("_matched"):
         return recall_model(arm, width)
     backbone = arm.removesuffix("_matched")
@@ -56,7 +68,7 @@ def run(preset: str, arm: str, seed: int) -> Run:
         weight_decay=0.1,
         schedule="cosine",
         eval_every=0 if is_paper else 500,
-        balance_weight=0.01 if "smat" in arm else 0.0,
+        balance_weight=0.01 if "smat" in arm or arm in MIXTURES else 0.0,
     )
     model = model_of(arm, 64 if is_paper else 32)
     return Run("joint-recall", preset, arm, "accuracy", seed, task, model, training)
@@ -75,7 +87,7 @@ def runs(preset: str, seeds: Sequence[int] | None = None) -> list[Run]:
 JOINT_RECALL = Experiment(
     name="joint-recall",
     title="Joint context-key recall",
-    published="tab:joint_recall",
+    published="tab:joint_recall, tab:mom_macro",
     arms=ARMS,
     cells=CELLS,
     presets=PRESETS,

@@ -16,6 +16,7 @@ from smat.layers import (
     LogLinearGatedDeltaNet,
     LogLinearMamba2,
     Mamba2,
+    MixtureOfMemories,
     ProfileMemory,
     SMatAttention,
     SoftmaxAttention,
@@ -122,6 +123,16 @@ def _with_memory(
     return make
 
 
+def _mixture(width: int, task: Any, options: dict[str, Any]) -> nn.Module:
+    """Return a mixture with as many memories as SMat has profiles, or profiles and types."""
+    vc_dim, count_types = options.pop("vc_dim"), options.pop("count_types")
+    counts = {}
+    for length in task.lengths:
+        geometry = kept_mask(length, vc_dim).geometry
+        counts[length] = geometry.num_profiles + count_types * geometry.num_types
+    return MixtureOfMemories(width, counts, **options)
+
+
 def kept_mask(length: int, vc_dim: int) -> SMatMask:
     """Return the mask of a length whose first half is distant, with a boundary that stays.
 
@@ -149,5 +160,6 @@ MIXERS: dict[str, Callable[[int, Any, dict[str, Any]], nn.Module]] = {
     "smat_hashed": _hashed,
     "smat_schedule": _scheduled,
     "mamba2_smat": _with_memory(Mamba2, ProfileMemory),
+    "mixture_of_memories": _mixture,
     "gated_deltanet_smat": _with_memory(GatedDeltaNet, TransportedMemory),
 }
