@@ -20,7 +20,7 @@ SWEEP = {
 }
 PRESETS = {
     "quick": "width 64, 300 of 12,000 steps at 2e-3",
-    "standard": "width 128, 1,200 of 12,000 steps at 1e-3",
+    "standard": "width 128, 700 of 12,000 steps at 1.5e-3",
     "paper": "as in the paper: width 256, 12,000 steps, but in fp32",
 }
 

@@ -46,13 +46,13 @@ ARMS = {
 CELLS = {f"k={k}": f"k = {k}" for k in (1, 2, 3)}
 PRESETS = {
     "quick": "T = 128, width 64, 300 of 12,000 steps at 2e-3, one seed, softmax, linear and SMat",
-    "standard": "T = 256, width 128, 1,200 of 12,000 steps at 1e-3, one seed",
+    "standard": "T = 256, width 128, 700 of 12,000 steps at 1.5e-3, one seed",
     "paper": "as in the paper (T = 1,024, width 256, 12,000 steps, three seeds), but in fp32",
 }
 # sequence length, width, learning rate, steps
 SIZES = {
     "quick": (128, 64, 2e-3, 300),
-    "standard": (256, 128, 1e-3, 1200),
+    "standard": (256, 128, 1.5e-3, 700),
     "paper": (1024, 256, 3e-4, 12_000),
 }
 SEEDS = {"quick": (0,), "standard": (0,), "paper": (0, 1, 2)}
