@@ -1,6 +1,6 @@
 """Layers: what owns parameters and mixes tokens."""
 
-from smat.layers.balance import balance_loss, balance_weight
+from smat.layers.balance import balance_loss, balance_weight, sum_balance_losses
 from smat.layers.content_routing import ContentRouting
 from smat.layers.directed_routing import DirectedRouting
 from smat.layers.gated_deltanet import DeltaNet, GatedDeltaNet
@@ -10,7 +10,6 @@ from smat.layers.mamba2 import Mamba2
 from smat.layers.mixer import DistantMemory, Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
 from smat.layers.profile_memory import ProfileMemory
-from smat.layers.routed_memory import sum_balance_losses
 from smat.layers.routing import LearnedRouting
 from smat.layers.selectors import FactoredTopTypes, OwnCell, OwnHyperplane, TopTypes
 from smat.layers.smat_attention import SMatAttention

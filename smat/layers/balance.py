@@ -6,7 +6,7 @@ import itertools
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from smat.layers.routing_hash import WriteAddress
 from smat.masks import SMatMask
@@ -94,6 +94,19 @@ def routing_balance_loss(
     distant = distant_tokens(mask, batch, length, attention_mask, cu_seqlens)
     distant = distant.to(address.profile.device)
     return balance_loss(address.bin_position, mask.geometry.field_size, distant)
+
+
+def sum_balance_losses(model: nn.Module) -> Tensor | None:
+    """Add up the losses that routed layers of a model left after its last call; None without any.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.balance_loss = torch.tensor(0.5)  # as memories, content routings and routers do
+    >>> sum_balance_losses(nn.Sequential(layer, nn.Linear(1, 1)))
+    tensor(0.5000)
+    """
+    losses = [getattr(module, "balance_loss", None) for module in model.modules()]
+    found = [loss for loss in losses if isinstance(loss, Tensor)]
+    return torch.stack(found).sum() if found else None
 
 
 def _leading(mask: SMatMask, length: int) -> Tensor:

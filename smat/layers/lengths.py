@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from smat.masks import BoundarySchedule, SMatMask
+from collections.abc import Mapping
+
+from smat.masks import BoundarySchedule, SMatMask, kept
 
 
 def mask_recipe(
@@ -28,3 +30,28 @@ def mask_recipe(
     if mask.boundary.horizon_free:
         return mask
     return SMatMask(horizon, vc_dim, chunk_size, mask.geometry.field_size, mask.schedule)
+
+
+def kept_mask(length: int, vc_dim: int, chunk_size: int | None = None) -> SMatMask:
+    """Return the mask of a length whose first half is distant, with a boundary that stays there.
+
+    >>> kept_mask(64, 2).describe()
+    'SMatMask: T = 64, d = 2, q = 7, n = 32, c = 16, boundary = kept(32)'
+
+    Chunks are a quarter of the length unless given, at least 16 tokens: short lengths too have a
+    distant block.
+    """
+    plain = SMatMask(length, vc_dim, max(16, length // 4) if chunk_size is None else chunk_size)
+    return SMatMask(
+        length, vc_dim, plain.chunk_size, plain.geometry.field_size, kept(plain.num_distant)
+    )
+
+
+def mask_of_length(masks: Mapping[int, SMatMask], length: int) -> SMatMask:
+    """Return the mask of the shortest length that holds a call's, the longest one past all.
+
+    >>> masks = {length: kept_mask(length, 2) for length in (64, 128)}
+    >>> [mask_of_length(masks, length).seq_len for length in (5, 64, 65, 500)]
+    [64, 64, 128, 128]
+    """
+    return masks[min((each for each in masks if each >= length), default=max(masks))]

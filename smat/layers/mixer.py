@@ -22,7 +22,8 @@ class DistantMemory(Protocol):
     A backbone with a memory resets its state and its short convolution at the boundary of `mask`,
     and adds what the memory returns to the local output, before its norm and output projection.
     The boundary of `mask` needs no horizon: it is kept(n), or moves by position alone. A call may
-    name another mask, ``mask=``, as long as it begins its sequences.
+    name another mask, ``mask=``, as long as it begins its sequences; a memory with a method
+    `mask_of(span)` has the last word.
     """
 
     mask: SMatMask
@@ -60,7 +61,8 @@ def local_mask(memory: DistantMemory, span: Span) -> SMatMask:
     """Return the plain causal mask, cut at the boundary, of the recurrence beside a memory."""
     if span.past is not None:
         return span.part("mask")
-    return _local_mask(span.extras.get("mask", memory.mask))
+    picks = getattr(memory, "mask_of", None)
+    return _local_mask(span.extras.get("mask", memory.mask) if picks is None else picks(span))
 
 
 @lru_cache(maxsize=64)

@@ -6,14 +6,16 @@ A query t behind the boundary adds lambda_t q_t' sum_h R_th U_h to what its loca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from smat.layers.balance import routing_balance_loss
+from smat.layers.lengths import kept_mask, mask_of_length
 from smat.layers.routing import LearnedRouting, Route
 from smat.layers.selectors import TypeReads
 from smat.layers.span import Span
@@ -62,7 +64,7 @@ class RoutedMemory(nn.Module):
 
     One mask fixes the geometry for all lengths; `other_masks` add those of other lengths, each
     field size with a hash and a scorer of its own. A call picks one of them by ``mask=`` among the
-    extras of its span.
+    extras of its span; a memory that was made `for_lengths` picks by the length of the call.
 
     After every call `balance_loss` holds the loss of the hash, with its gradient, for the training
     loop to add: `sum_balance_losses`.
@@ -88,7 +90,36 @@ class RoutedMemory(nn.Module):
             selector=selector, num_reads=num_reads, conv_width=conv_width,
         )  # fmt: skip
         self.read_gate = SigmoidGate(hidden_size, num_heads, head_logit=True)
+        self.mask_by_length: dict[int, SMatMask] = {}
         self.balance_loss = None
+
+    @classmethod
+    def for_lengths(
+        cls,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        vc_dim: int,
+        lengths: Iterable[int],
+        chunk_size: int | None = None,
+        **routing: Any,
+    ) -> Self:
+        """Make a memory with a geometry for each length, as the paper's recall models have.
+
+        >>> memory = RoutedMemory.for_lengths(8, 2, vc_dim=2, lengths=[64, 128, 256])
+        >>> list(memory.routing.selectors)  # one hash and one scorer for each field size
+        ['7', '11', '13']
+
+        Half of a length is distant. A call takes the geometry of the shortest length that holds it
+        (padding included), the longest one past all; decoding keeps to the one it began with.
+        """
+        masks = {each: kept_mask(each, vc_dim, chunk_size) for each in sorted(set(lengths))}
+        if not masks:
+            raise ValueError("a memory needs at least one length, got none")
+        *others, longest = masks.values()
+        memory = cls(hidden_size, num_heads, longest, other_masks=others, **routing)
+        memory.mask_by_length = masks
+        return memory
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
@@ -101,7 +132,15 @@ class RoutedMemory(nn.Module):
 
     def mask_of(self, span: Span) -> SMatMask:
         """Return the mask of a call that begins sequences; a state knows its own."""
-        return span.extras.get("mask", self.mask)
+        mask = span.extras.get("mask")
+        if mask is not None or not self.mask_by_length:
+            return self.mask if mask is None else mask
+        if span.cu_seqlens is not None and len(self.mask_by_length) > 1:
+            raise ValueError(
+                "packed sequences would share one geometry of those for lengths "
+                f"{list(self.mask_by_length)}; name one by mask=, or pad the sequences"
+            )
+        return mask_of_length(self.mask_by_length, span.length)
 
     def route(
         self, hidden: Tensor, mask: SMatMask, span: Span, state: Tensor | None, first: int = 0
@@ -119,22 +158,6 @@ class RoutedMemory(nn.Module):
     def next_hash_state(self, hidden: Tensor, span: Span, state: Tensor | None) -> Tensor:
         """Return the state of the hash after a span."""
         return self.routing.hash.next_state(hidden, state, span.real, span.cu_seqlens)
-
-
-def sum_balance_losses(model: nn.Module) -> Tensor | None:
-    """Add up the losses that the memories of a model left after its last call; None without any.
-
-    >>> memory = RoutedMemory(8, 2, SMatMask(64, 3, chunk_size=16, field_size=3))
-    >>> span = Span(1, 64, torch.device("cpu"))
-    >>> _ = memory.route(torch.randn(1, 64, 8), memory.mask, span, None)
-    >>> sum_balance_losses(nn.Sequential(memory)) >= 0
-    tensor(True)
-    """
-    total: Tensor | None = None
-    for module in model.modules():
-        if isinstance(module, RoutedMemory) and module.balance_loss is not None:
-            total = module.balance_loss if total is None else total + module.balance_loss
-    return total
 
 
 def whole_span(hidden_states: Tensor) -> Span:

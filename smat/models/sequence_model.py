@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from smat.layers.balance import sum_balance_losses
 from smat.layers.primitives import RMSNorm
-from smat.layers.routed_memory import sum_balance_losses
 from smat.models.mixers import call_mixer, make_mixer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
-from smat.ops.arguments import check_arguments, one_per_head, several_reads
+from smat.ops.arguments import check_arguments, check_values, one_per_head, several_reads
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
 from smat.ops.few_rows import attend_few_rows, is_few
@@ -169,7 +169,10 @@ def smat_attention_at(
     k, v, *gates = one_per_head(q, k, v, log_decay, key_gate, write_weight, profile)
     if before is not None:
         q, k = before(q), before(k)
-    if cu_seqlens is None and is_few(q, k):
+    # A compiler would trace through the few rows' tables; to it the operator is one node.
+    if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
+        ordered = positions.sort().values
+        check_values(gates[0], gates[3], query_type, None, ordered, mask, k.shape[1])
         out = attend_few_rows(
             q, k, v, tuple(gates), (query_type, read_weight), positions.long(), mask,
             feature_map=pointwise, normalize=normalize, branch=branch,

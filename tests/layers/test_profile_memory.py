@@ -6,8 +6,8 @@ import itertools
 import pytest
 import torch
 
+from smat.layers.balance import sum_balance_losses
 from smat.layers.profile_memory import ProfileMemory
-from smat.layers.routed_memory import sum_balance_losses
 from smat.layers.routing import SELECTORS
 from smat.layers.span import Span
 from smat.layers.transported_memory import TransportedMemory

@@ -200,3 +200,19 @@ def test_bad_reads_are_refused_with_their_numbers(change, message):
     mask = smat.SMatMask(20, 3, 4, field_size=3)
     with pytest.raises(ValueError, match=message):
         smat.smat_attention(mask=mask, **(with_reads(mask, 20) | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_type": torch.full((2, 2, 4, 3), 12)}, r"\[0, 12\).* from 12 to 12"),
+        ({"profile": torch.full((2, 20, 2), -1)}, r"\[0, 9\).* from -1 to -1"),
+        ({"log_decay": torch.full((2, 20, 2), 0.5)}, r"at most 0, got 0\.5"),
+    ],
+)
+def test_bad_values_are_refused_at_a_few_positions_too(change, message):
+    mask = smat.SMatMask(20, 3, 4, field_size=3)
+    inputs, rows = with_reads(mask, 20), torch.tensor([19, 3])
+    inputs |= {name: inputs[name][:, rows] for name in ("q", "query_type", "read_weight")}
+    with pytest.raises(ValueError, match=message):
+        smat_attention_at(mask=mask, positions=rows, **(inputs | change))

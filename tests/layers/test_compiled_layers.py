@@ -1,0 +1,44 @@
+"""Layers as compilers see them: one graph, the same numbers and gradients."""
+
+import pytest
+import torch
+
+from tests.layers.mixers import make, relative_rms, tokens
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::smat.SMatWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["smat", "smat gated", "smat window", "smat content", "mamba2", "gated deltanet", "softmax"],
+)
+def test_one_graph_without_breaks(name):
+    torch.compiler.reset()
+    layer = make(name, torch.float32)
+    compiled = torch.compile(lambda x: layer(x)[0], fullgraph=True, backend="aot_eager")
+    x = tokens(2, 20, torch.float32)[0].requires_grad_()
+    expected, found = layer(x)[0], compiled(x)
+    assert relative_rms(found, expected) < 1e-6
+    probe = torch.randn_like(expected)
+    leaves = [x, *layer.parameters()]
+    grads = [
+        torch.autograd.grad((out * probe).sum(), leaves, allow_unused=True)
+        for out in (found, expected)
+    ]
+    for one, other in zip(*grads, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or relative_rms(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["smat", "smat content"])
+def test_rows_compile_too(name):
+    torch.compiler.reset()
+    layer = make(name, torch.float32)
+    rows = torch.tensor([3, 19, 3])
+    compiled = torch.compile(
+        lambda x: layer(x, positions=rows)[0], fullgraph=True, backend="aot_eager"
+    )
+    x, _ = tokens(2, 20, torch.float32)
+    assert relative_rms(compiled(x), layer(x)[0][:, rows]) < 1e-6
