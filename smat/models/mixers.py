@@ -22,7 +22,8 @@ from smat.layers import (
     SoftmaxAttention,
     TransportedMemory,
 )
-from smat.masks import SMatMask, boundary
+from smat.layers.lengths import kept_mask
+from smat.masks import boundary
 
 if TYPE_CHECKING:
     from smat.models.config import ModelConfig
@@ -51,9 +52,6 @@ def call_mixer(
     extras: dict[str, Any] = {}
     if isinstance(mixer, SMatAttention) and isinstance(mixer.routing, HashedRouting):
         extras["token_ids"] = inputs["token_ids"]
-    memory = getattr(mixer, "memory", None)
-    if memory is not None:
-        extras["mask"] = memory.masks[x.shape[1]] if hasattr(memory, "masks") else memory.mask
     if rows is None:
         return mixer(x, **extras)[0]
     if isinstance(mixer, SMatAttention) and bool((rows == rows[0]).all()):
@@ -110,14 +108,13 @@ def _with_memory(
     """Return a maker of a backbone with learned routing, a geometry for each length."""
 
     def make(width: int, task: Any, options: dict[str, Any]) -> nn.Module:
-        vc_dim, num_reads = options.pop("vc_dim"), options.pop("num_reads", 4)
-        masks = {length: kept_mask(length, vc_dim) for length in sorted(task.lengths)}
         heads = options.get("num_heads")
         if heads is None:
             heads = options.get("expand", 2) * width // options.get("head_dim", 64)
-        longest, *others = [masks[length] for length in sorted(masks, reverse=True)]
-        made = memory(width, heads, longest, other_masks=others, num_reads=num_reads)
-        setattr(made, "masks", masks)  # noqa: B010 - by the length of a call
+        made = memory.for_lengths(
+            width, heads, vc_dim=options.pop("vc_dim"), lengths=task.lengths,
+            num_reads=options.pop("num_reads", 4),
+        )  # fmt: skip
         return backbone(width, memory=made, **options)
 
     return make
@@ -131,18 +128,6 @@ def _mixture(width: int, task: Any, options: dict[str, Any]) -> nn.Module:
         geometry = kept_mask(length, vc_dim).geometry
         counts[length] = geometry.num_profiles + count_types * geometry.num_types
     return MixtureOfMemories(width, counts, **options)
-
-
-def kept_mask(length: int, vc_dim: int) -> SMatMask:
-    """Return the mask of a length whose first half is distant, with a boundary that stays.
-
-    >>> kept_mask(64, 2).describe()
-    'SMatMask: T = 64, d = 2, q = 7, n = 32, c = 16, boundary = kept(32)'
-    """
-    chunk_size = max(16, length // 4)
-    plain = SMatMask(length, vc_dim, chunk_size)
-    kept = boundary.kept(plain.num_distant)
-    return SMatMask(length, vc_dim, chunk_size, plain.geometry.field_size, kept)
 
 
 def _plain(kind: type[nn.Module]) -> Callable[[int, Any, dict[str, Any]], nn.Module]:
