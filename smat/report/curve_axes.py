@@ -18,12 +18,22 @@ LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic sc
 
 @dataclass(frozen=True)
 class Scale:
-    """The axes that the panels of one table share."""
+    """The axes that the panels of one table share; without evaluations on the way, loss alone."""
 
     last_step: float
     low_loss: float
     high_loss: float
     log: bool
+    evaluated: bool = True
+
+    @property
+    def top(self) -> int:
+        """Where a panel begins: it leaves out the plot of accuracies that would hold one point."""
+        return 0 if self.evaluated else LOSS[0] - ACCURACY[0]
+
+    @property
+    def height(self) -> int:
+        return HEIGHT - self.top
 
     def x(self, step: float) -> float:
         return LEFT + (RIGHT - LEFT) * step / self.last_step
@@ -44,7 +54,8 @@ class Scale:
 
 def scale_of(records: Iterable[Record]) -> Scale | None:
     """Find axes that hold the curves of all records; None if there is nothing to draw."""
-    points = [point for record in records for point in record.get("curve", [])]
+    curves = [record.get("curve", []) for record in records]
+    points = [point for curve in curves for point in curve]
     losses = sorted(point[1] for point in points if point[1] is not None)
     if not losses or max(point[0] for point in points) <= 0:
         return None
@@ -56,13 +67,14 @@ def scale_of(records: Iterable[Record]) -> Scale | None:
         low = low_log
     else:
         low, high = min(low, 0.0), high
-    return Scale(max(point[0] for point in points), low, high, log)
+    evaluated = any(sum(point[2] is not None for point in curve) > 1 for curve in curves)
+    return Scale(max(point[0] for point in points), low, high, log, evaluated)
 
 
 def frame(scale: Scale) -> str:
     """Draw the axes: few ticks, thin rules, the quantity over its own plot."""
     parts = []
-    for accuracy in (0, 50, 100):
+    for accuracy in (0, 50, 100) if scale.evaluated else ():
         parts.append(_rule(scale.accuracy(accuracy), str(accuracy)))
     for loss in loss_ticks(scale):
         parts.append(_rule(scale.loss(loss), format_loss(loss)))
@@ -72,7 +84,8 @@ def frame(scale: Scale) -> str:
         place = f'x="{x:.1f}" y="{LOSS[1] + 14}" text-anchor="{anchor}"'
         parts.append(f"<text {place}>{format_step(step)}</text>")
     name = "loss, log scale" if scale.log else "loss"
-    parts.append(f'<text class="name" x="{RIGHT}" y="{ACCURACY[0] - 6}">accuracy, %</text>')
+    if scale.evaluated:
+        parts.append(f'<text class="name" x="{RIGHT}" y="{ACCURACY[0] - 6}">accuracy, %</text>')
     parts.append(f'<text class="name" x="{RIGHT}" y="{LOSS[0] - 6}">{name}</text>')
     return f'<g class="frame">{"".join(parts)}</g>'
 

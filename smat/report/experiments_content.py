@@ -146,7 +146,7 @@ def _about(experiment: Experiment, preset: str, published: Published) -> str:
     sources = [published[key]["source"] for key in published_keys(experiment) if key in published]
     sentences = [preset_line(experiment, preset).rstrip(". ")]
     sentences += [f"The paper: {'; '.join(sources)}"] if sources else []
-    return "".join(f"{text}. " for text in sentences if text).strip()
+    return " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text)
 
 
 def progress_of(experiment: Experiment, preset: str, table: ResultTable) -> str:

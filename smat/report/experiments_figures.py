@@ -7,7 +7,7 @@ from html import escape
 from importlib.resources import files
 
 from smat.experiments.run import Experiment
-from smat.report.curve_axes import HEIGHT, WIDTH, scale_of
+from smat.report.curve_axes import WIDTH, scale_of
 from smat.report.experiments_data import Record
 from smat.report.experiments_results import ResultTable
 from smat.report.learning_curves import LineStyle, line_styles, panel
@@ -46,18 +46,19 @@ def curves_html(experiment: Experiment, table: ResultTable) -> str:
 
 def curves_file(experiment: Experiment, table: ResultTable) -> str:
     """Draw the panels of a table and their legend as one SVG file; empty if there is no curve."""
-    panels, styles = _panels(experiment, table, titled=True)
-    if not panels:
+    scale = scale_of(table.records)
+    if scale is None:
         return ""
+    panels, styles = _panels(experiment, table, titled=True)
     num_columns = min(3, len(panels))
     width = num_columns * WIDTH + (num_columns - 1) * GAP
     legend, top = _legend({experiment.arms.get(arm, arm): styles[arm] for arm in styles}, width)
     parts = [legend]
     for number, svg in enumerate(panels.values()):
-        x, y = number % num_columns * (WIDTH + GAP), number // num_columns * (HEIGHT + GAP)
-        place = f'<svg x="{x}" y="{top + y}" width="{WIDTH}" height="{HEIGHT}" '
+        x, y = number % num_columns * (WIDTH + GAP), number // num_columns * (scale.height + GAP)
+        place = f'<svg x="{x}" y="{top + y}" width="{WIDTH}" height="{scale.height}" '
         parts.append(svg.replace("<svg ", place, 1))
-    height = top + -(-len(panels) // num_columns) * (HEIGHT + GAP)
+    height = top + -(-len(panels) // num_columns) * (scale.height + GAP)
     return _file(width, height, "".join(parts))
 
 

@@ -9,7 +9,7 @@ from html import escape
 from statistics import fmean
 from typing import NamedTuple
 
-from smat.report.curve_axes import HEIGHT, LEFT, RIGHT, WIDTH, Scale, frame
+from smat.report.curve_axes import LEFT, RIGHT, WIDTH, Scale, frame
 from smat.report.experiments_data import Record
 from smat.report.experiments_value import is_loss
 
@@ -99,7 +99,7 @@ def panel(
     """Draw one cell of a table as SVG: accuracy above, training loss below."""
     parts = [frame(scale)]
     if title:
-        parts.append(f'<text class="title" x="{LEFT}" y="10">{escape(title)}</text>')
+        parts.append(f'<text class="title" x="{LEFT}" y="{scale.top + 10}">{escape(title)}</text>')
     for name, level in _levels(records).items():
         y = scale.loss(level)
         parts.append(
@@ -111,11 +111,12 @@ def panel(
         same = [record for record in records if record["run"]["arm"] == arm]
         if same:
             parts.append(f"<g {styles[arm].attributes}><title>{escape(arm)}</title>")
-            parts += [_line(over_seeds(same, 2), scale.x, scale.accuracy)]
+            if scale.evaluated:
+                parts.append(_line(over_seeds(same, 2), scale.x, scale.accuracy))
             parts += [_line(over_seeds(same, 1), scale.x, scale.loss), "</g>"]
     label = escape(f"Learning curves, {title}" if title else "Learning curves")
     return (
-        f'<svg class="panel" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg class="panel" viewBox="0 {scale.top} {WIDTH} {scale.height}" role="img" '
         f'aria-label="{label}">{"".join(parts)}</svg>'
     )
 

@@ -135,7 +135,7 @@ def test_machine_time_and_commit_are_told(page, markdown):
         assert "A <CPU>, 2 cores, torch 2.13.0" in text
         assert "0123456789" in text
         assert "1.8 h in all, 4.5 min a run" in text
-        assert "a tenth of the steps. The paper: Table 99." in text
+        assert "A tenth of the steps. The paper: Table 99." in text
         assert "2026-11-16" in text
 
 
@@ -235,6 +235,16 @@ def test_losses_that_span_orders_of_magnitude_are_drawn_on_a_log_scale(losses, l
     heights = [scale.loss(loss) for loss in losses]
     assert all(140 <= height <= 226 for height in heights)
     assert (heights[0] < heights[1]) == (losses[0] > losses[1])
+
+
+@pytest.mark.parametrize(("middle", "plots"), [(40.0, 2), (None, 1)])
+def test_accuracy_is_drawn_where_it_was_evaluated_on_the_way(middle, plots, tmp_path):
+    curve = [[1, 0.7, None], [2, 0.5, middle], [3, 0.4, 80.0]]
+    record = make_record("softmax", "k=1", 0, 80.0, curve=curve)
+    save_report(tmp_path, content_of({"made-up": EXPERIMENT}, [record], PUBLISHED))
+    panel = (tmp_path / "report.html").read_text().split('<svg class="panel"')[1].split("</svg>")[0]
+    assert panel.count("<path") == plots
+    assert panel.count('class="name"') == plots
 
 
 @pytest.mark.parametrize("curve", [[], [[0, 1.0, None]], [[5, None, 50.0]]])
