@@ -134,7 +134,7 @@ class SubsetRouting:
 
     def describe(self) -> str:
         return (
-            f"{self.num_landmarks} landmarks among {self.seq_len} positions carry random payloads, "
+            f"k landmarks among {self.seq_len} positions carry random payloads, "
             "and a query asks for a random subset of them by sitting on the row of the mask that "
             "sees exactly this subset (the nearest one if no row does). A row counts as right if "
             "it returns exactly the requested payloads. The certified ceiling is the fraction of "
