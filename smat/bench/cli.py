@@ -14,9 +14,11 @@ from smat.bench.attention import run_attention
 from smat.bench.attention_config import AttentionConfig
 from smat.bench.decode import run_decode
 from smat.bench.decode_config import DecodeConfig
+from smat.bench.layers import LayersConfig, run_layers
 from smat.bench.options import (
     ATTENTION_EXAMPLES,
     DECODE_EXAMPLES,
+    LAYERS_EXAMPLES,
     PRESETS,
     TABULATE_EXAMPLES,
     Against,
@@ -232,6 +234,36 @@ def decode(
     _write(console, result, json_out, figure_out)
 
 
+@app.command(epilog=LAYERS_EXAMPLES)
+def layers(
+    seq_len: Annotated[int, typer.Option(help="Sequence length T.")] = 4096,
+    batch: Batch = 1,
+    heads: Heads = 4,
+    head_dim: Annotated[int, typer.Option(help="Width of a head, and of its state.")] = 64,
+    vc_dim: Annotated[int, typer.Option(help="VC dimension d of the memories.")] = 3,
+    num_reads: Annotated[int, typer.Option(help="Types that a query reads.")] = 4,
+    repeats: Repeats = None,
+    budget: Budget = 60.0,
+    device: Device = "cpu",
+    json_out: JsonOut = None,
+) -> None:
+    """Time Mamba-2 and Gated DeltaNet beside transformers, and with a learned memory."""
+    config = LayersConfig(
+        seq_len, batch, heads, head_dim, vc_dim, num_reads, repeats or 9, budget, device
+    )
+    with progress_bar("layers") as progress:
+        result = run_layers(config, progress)
+    console = _console()
+    console.print(bench_table.check_table(result["checks"]))
+    console.print(bench_table.layers_table(result))
+    if result["missing"]:
+        console.print(
+            f"Not timed: {', '.join(result['missing'])}; they come with pip install smat[hf].",
+            markup=False,
+        )
+    _write(console, result, json_out)
+
+
 def _attention(*, backward: bool, preset: Preset | None, **options: Any) -> None:
     for name, value in PRESETS[preset.value].items() if preset else ():
         if not options[name]:
@@ -314,6 +346,6 @@ def _write(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
     console.print(f"Written to {path}", soft_wrap=True)
-    if name != "tabulate":
+    if name not in ("tabulate", "layers"):
         picture = OUT / f"bench_{name}.png" if figure_out is None else figure_out
         console.print(f"Drawn into {save_bench_figure(result, picture)}", soft_wrap=True)

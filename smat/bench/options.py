@@ -56,6 +56,14 @@ DECODE_EXAMPLES = """Examples:
 """
 
 
+LAYERS_EXAMPLES = """Examples:
+
+  smat bench layers
+
+  smat bench layers --seq-len 16384 --vc-dim 2 --repeats 5
+"""
+
+
 class Preset(str, Enum):
     """Names that `--preset` takes."""
 

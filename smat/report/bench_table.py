@@ -118,6 +118,28 @@ def decode_table(result: Mapping[str, Any]) -> Table:
     return table
 
 
+def layers_table(result: Mapping[str, Any]) -> Table:
+    """One line a recurrence or layer."""
+    config = result["config"]
+    sizes = f"T = {config['seq_len']}, batch {config['batch']}, {config['heads']} heads of "
+    reads = f"d = {config['vc_dim']}, {config['num_reads']} reads"
+    title = f"Forward + backward, {sizes}{config['head_dim']}, fp32, {reads}, milliseconds"
+    table = _table(title, "what", "kind")
+    _columns(table, *TIMES, "ratio")
+    table.add_column("to", no_wrap=True)
+    last = None
+    for row in result["rows"]:
+        if last not in (None, row["baseline"]):
+            table.add_section()
+        last = row["baseline"]
+        alone = row["baseline"] == row["name"]
+        table.add_row(
+            row["name"], row["kind"], *_times(row["timing"]),
+            "" if alone else _ratio(row["ratio"]), "" if alone else row["baseline"],
+        )  # fmt: skip
+    return table
+
+
 def _table(title: str, *left: str) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
     for heading in left:

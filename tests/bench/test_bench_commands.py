@@ -213,3 +213,43 @@ def test_presets_give_way_to_options(capsys, tmp_path):
     assert status == 0
     assert [row["name"] for row in result["rows"]] == ["d=1", "d=2", "d=2 window(16)"]
     assert torch.get_num_threads() == result["environment"]["num_threads"]
+
+
+LAYERS = ["--seq-len", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--vc-dim", "2"]
+PEER_ROWS = {"transformers mamba2_chunk_scan", "transformers torch_chunk_gated_delta_rule"}
+
+
+def test_layers(capsys, tmp_path):
+    pytest.importorskip("transformers")
+    status, out, _, result = run(capsys, tmp_path, "layers", *LAYERS)
+    assert status == 0
+    assert_sound(result, "layers")
+    rows = {row["name"]: row for row in result["rows"]}
+    assert rows.keys() > PEER_ROWS
+    assert not result["missing"]
+    for name, row in rows.items():
+        baseline = rows[row["baseline"]]
+        assert row["ratio"] == row["timing"]["median"] / baseline["timing"]["median"]
+        assert name in out
+    assert rows["Mamba-2 + SMat layer"]["baseline"] == "Mamba-2 layer"
+
+
+def test_layers_without_transformers_says_so_in_one_line(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("smat.bench.layers.load_peer", lambda name: None)
+    status, out, _, result = run(capsys, tmp_path, "layers", *LAYERS)
+    assert status == 0
+    assert set(result["missing"]) == PEER_ROWS
+    (line,) = (line for line in out.splitlines() if line.startswith("Not timed"))
+    assert "pip install smat[hf]" in line
+
+
+def test_layers_that_are_wrong_are_not_timed(capsys, tmp_path, monkeypatch):
+    from smat.bench import layers
+
+    wrong = {"Mamba-2": lambda *given: 1.01 * layers.our_scan(*given)}
+    monkeypatch.setattr(layers, "OURS", {**layers.OURS, **wrong})
+    status, _, error, result = run(capsys, tmp_path, "layers", *LAYERS)
+    assert status != 0
+    assert result is None
+    assert "Mamba-2" in error
+    assert "nothing was timed" in error
