@@ -22,10 +22,10 @@ The accuracy is that of the last step, averaged over queries, examples and the f
 ARMS = recall_arms()
 CELLS = {f"width={width}": f"width {width}" for width in (16, 32, 64)}
 PRESETS = {
-    "quick": "one load (T = 64, 8 pairs), 256 tokens, width 32, Mamba-2 alone and with d = 2, "
-    "300 steps of 64 examples",
-    "standard": "256 tokens, one load (T = 128, 16 pairs), width 32, Mamba-2 forms, "
-    "1,000 steps of 64 examples at 3e-3",
+    "quick": "64 tokens, one load (T = 32, 4 pairs), width 32, Mamba-2 alone and with d = 2, "
+    "400 steps of 64 examples",
+    "standard": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
+    "1,000 steps of 64 examples",
     "paper": "as in the paper: 32 epochs of 180,000 examples, three seeds",
 }
 SEEDS = {"quick": (0,), "standard": (0,), "paper": (123, 456, 789)}
@@ -37,9 +37,9 @@ NUM_EPOCHS = 32
 def task_of(preset: str) -> MQAR:
     """Return the task of a preset."""
     if preset == "quick":
-        return MQAR(256, train_loads=((64, 8, 20_000),), eval_loads=((64, 8),), num_eval=500)
+        return MQAR(64, train_loads=((32, 4, 25_600),), eval_loads=((32, 4),), num_eval=500)
     if preset == "standard":
-        return MQAR(256, train_loads=((128, 16, 64_000),), eval_loads=((128, 16),), num_eval=500)
+        return MQAR(128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8),), num_eval=500)
     return MQAR(shuffle_batches=True)
 
 
@@ -47,11 +47,11 @@ def run(preset: str, arm: str, width: int, seed: int) -> Run:
     """Return one run of the table."""
     task = task_of(preset)
     batch_size = 256 if preset == "paper" else 64
-    steps = {"quick": 300, "standard": 1000}.get(preset)
+    steps = {"quick": 400, "standard": 1000}.get(preset)
     training = TrainingConfig(
         steps=NUM_EPOCHS * task.steps_per_epoch(batch_size) if steps is None else steps,
         batch_size=batch_size,
-        learning_rate=1e-2 if preset == "paper" else 3e-3,
+        learning_rate=1e-2,
         optimizer="adamw",
         weight_decay=0.1,
         schedule="cosine",

@@ -36,9 +36,14 @@ class RayEngine:
         ray = require("ray", extra="ray")
         started = not ray.is_initialized()
         if started:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+            _connect(ray)
         try:
             yield from self._make(ray, list(runs), place, on_progress, should_stop)
+        except ray.exceptions.RayError as error:
+            raise ConnectionError(
+                f"the Ray cluster is lost ({_first_line(error)}); run the same command again to "
+                "go on from the last checkpoints"
+            ) from error
         finally:
             if started:
                 ray.shutdown()
@@ -120,9 +125,21 @@ def make_remotely(run: Run, folder: Path, device: str, board: Any) -> Outcome:
     )
 
 
+def _connect(ray: Any) -> None:
+    """Connect to RAY_ADDRESS, or start a local cluster."""
+    try:
+        ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    except Exception as error:  # Ray raises a plain one where a node does not come up in time
+        raise ConnectionError(f"Ray does not start: {_first_line(error)}") from error
+
+
 def _outcome(ray: Any, task: Any, run: Run) -> Outcome:
     try:
         return ray.get(task)
     except ray.exceptions.RayError as error:
-        line = str(error).strip().partition("\n")[0]
-        return Outcome(run, "failed", message=f"Ray lost it ({line}); run the same command again")
+        message = f"Ray lost it ({_first_line(error)}); run the same command again"
+        return Outcome(run, "failed", message=message)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
