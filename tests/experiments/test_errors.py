@@ -205,6 +205,20 @@ def test_a_missing_extra_is_one_line_that_names_it(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cluster_that_does_not_start_is_one_line(smat, tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def refuse(**options):
+        raise Exception("The current node timed out during startup.\nMore of it.")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    status, _, err = smat(*ONE, "--engine", "ray", "--out", str(tmp_path))
+    assert status == 1
+    line = "smat: error: Ray does not start: The current node timed out during startup."
+    assert err.splitlines()[-1] == line
+    assert "Traceback" not in err
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 def test_a_folder_that_may_not_be_written_is_one_line(smat, tmp_path):
     tmp_path.chmod(0o500)
