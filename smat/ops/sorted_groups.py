@@ -96,9 +96,9 @@ class SortedGroups:
                 for part in (one, other):  # zero times a stranger's NaN would not be zero
                     part.masked_fill_(tiles.padding.unsqueeze(-1), 0)
             if not isinstance(tiles.group, slice):
-                shape = (len(one), one.shape[-1], other.shape[-1])
+                size = (len(one), one.shape[-1], other.shape[-1])
                 # Into a given tensor, so that autocast leaves the sum's precision alone.
-                product = torch.bmm(one.mT, other, out=one.new_empty(shape))
+                product = torch.bmm(one.mT, other, out=one.new_empty(size))
                 by_group.index_add_(0, tiles.group, product)
             elif onto is None:
                 torch.bmm(one.mT, other, out=by_group[tiles.group])
