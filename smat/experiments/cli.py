@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from enum import Enum
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +16,22 @@ from smat.experiments.choose import choose_runs, parse_seeds
 from smat.experiments.display import Clock, Display
 from smat.experiments.engines import Engine, ProcessEngine, SerialEngine
 from smat.experiments.execute import Outcome
+from smat.experiments.options import (
+    LIST_EXAMPLES,
+    REPORT_EXAMPLES,
+    RUN_EXAMPLES,
+    STATUS_EXAMPLES,
+    Again,
+    Device,
+    EngineName,
+    Jobs,
+    Name,
+    Only,
+    Out,
+    Preset,
+    Seeds,
+    Where,
+)
 from smat.experiments.ray_engine import RayEngine
 from smat.experiments.records import ROOT, Store
 from smat.experiments.registry import EXPERIMENTS, find_experiment
@@ -31,44 +46,6 @@ app = typer.Typer()
 TABLE_WIDTH = 200
 STOPPED = 130  # what a shell returns after Ctrl-C
 TRAIN_PACKAGES = ("lightning", "safetensors", "tensorboard")
-
-RUN_EXAMPLES = """Examples:
-
-  smat run subset-routing --preset quick
-
-  smat run subset-routing --preset paper --seeds 0,1,2 --only 'smat_d*' --only k=2 --jobs 2
-
-  smat run mqar --preset standard --engine ray --device cuda --out /shared/experiments
-
-Finished runs are never repeated, interrupted ones go on where they were: run the same command.
-"""
-LIST_EXAMPLES = """Example:
-
-  smat list
-"""
-STATUS_EXAMPLES = """Examples:
-
-  smat status
-
-  smat status subset-routing --out /shared/experiments
-"""
-REPORT_EXAMPLES = """Examples:
-
-  smat report
-
-  smat report --out /shared/experiments
-
-  smat report --tables README.md
-"""
-
-Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
-
-
-class EngineName(str, Enum):
-    """Where runs are made, by the names that `--engine` takes."""
-
-    local = "local"
-    ray = "ray"
 
 
 @app.command("list", epilog=LIST_EXAMPLES)
@@ -91,20 +68,15 @@ def list_experiments(out: Out = ROOT) -> None:
 
 @app.command(epilog=RUN_EXAMPLES)
 def run(
-    name: Annotated[str, typer.Argument(help="An experiment that `smat list` names.")],
-    preset: Annotated[str, typer.Option(help="How much of the paper's settings.")] = "quick",
-    seeds: Annotated[str | None, typer.Option(help="Seeds, as 0,1,2 (the preset's).")] = None,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(help="An arm or a cell, or a pattern as 'smat_d*'; may be repeated."),
-    ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Runs made at the same time (1).")] = None,
-    engine: Annotated[EngineName, typer.Option(help="Here, or on a Ray cluster.")] = (
-        EngineName.local
-    ),
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    name: Name,
+    preset: Preset = "quick",
+    seeds: Seeds = None,
+    only: Only = None,
+    jobs: Jobs = None,
+    engine: Where = EngineName.local,
+    device: Device = "auto",
     out: Out = ROOT,
-    again: Annotated[bool, typer.Option("--again", help="Repeat finished runs too.")] = False,
+    again: Again = False,
 ) -> None:
     """Make the runs of an experiment that are not finished, and print its table."""
     experiment, store = find_experiment(name), Store(out)

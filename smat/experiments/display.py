@@ -102,10 +102,11 @@ class Display:
         if run.key not in self.rows:
             row = self.bars.add_task(run.name, total=progress.steps, left="", note="")
             self.rows[run.key] = row
-        loss = "" if progress.loss is None else f"loss {progress.loss:.4g}"
-        score = "" if progress.accuracy is None else f", {progress.accuracy:.1f} %"
+        loss = None if progress.loss is None else f"loss {progress.loss:.4g}"
+        score = None if progress.accuracy is None else f"{progress.accuracy:.1f} %"
+        note = ", ".join(filter(None, [loss, score]))
         left = left_text(self.clock.seconds_left(run))
-        self.bars.update(self.rows[run.key], completed=progress.step, left=left, note=loss + score)
+        self.bars.update(self.rows[run.key], completed=progress.step, left=left, note=note)
         self._move_table()
 
     def ended(self, outcome: Outcome) -> None:
@@ -121,8 +122,10 @@ class Display:
         if record is not None:
             left = left_text(self.clock.all_seconds_left())
             count = f"{self.num_ended}/{len(self.runs)}"
-            time_taken = f"{record['accuracy']:.1f} % in {record['minutes']:.1f} min"
-            self.say(f"{count}  {run.name}: {time_taken}{', ' + left if left else ''}")
+            minutes = record["minutes"]
+            taken = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
+            result = f"{record['accuracy']:.1f} % in {taken}"
+            self.say(", ".join(filter(None, [f"{count}  {run.name}: {result}", left])))
         else:
             style = "red" if outcome.kind == "failed" else "yellow"
             self.say(f"{outcome.kind}: {run.name}: {outcome.message}", style)

@@ -75,6 +75,8 @@ class Teller:
         if self.listener is not None:
             step, steps = trainer.step, trainer.config.steps
             loss = trainer.mean_loss()
+            if loss is None and trainer.curve:
+                loss = trainer.curve[-1][1]
             self.listener(Progress(step, steps, loss, trainer.accuracy, message))
         self.last = time.monotonic()
 

@@ -3,10 +3,6 @@
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("lightning")
-
 HERE = str(Path(__file__).parents[1] / "experiments")
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
