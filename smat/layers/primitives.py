@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.ops.normalize import rms_norm
+
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale vectors to length 1: x (sum x^2 + eps)^(-1/2).
@@ -47,10 +49,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., width); sums run in fp32 or wider."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        groups = wide.unflatten(-1, (self.num_groups, -1))
-        scale = (groups.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        return (groups * scale).flatten(-2).to(x.dtype) * self.weight.to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, self.num_groups)
 
 
 class NormThenGate(RMSNorm):

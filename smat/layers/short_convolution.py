@@ -1,12 +1,13 @@
-"""Short depthwise causal convolution as shifted multiply-adds, with a decoding state."""
+"""Short depthwise causal convolution with a decoding state."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from smat.ops.convolve import convolve
 
 
 class ShortConvolution(nn.Module):
@@ -19,8 +20,7 @@ class ShortConvolution(nn.Module):
     >>> torch.allclose(conv(x[:, 9:], state), whole[:, 9:], atol=1e-6)
     True
 
-    `weight` is (channels, width), the tap of the token itself last. A few multiply-adds are much
-    faster on a CPU than a grouped convolution, and let every token say how far back it looks.
+    `weight` is (channels, width), the tap of the token itself last.
     """
 
     def __init__(
@@ -58,18 +58,13 @@ class ShortConvolution(nn.Module):
         for one in the state: the start of its sequence, or the boundary of a recurrence that is
         reset there.
         """
-        length, past = x.shape[1], self.width - 1
+        if state is None:
+            return convolve(x, self.weight, self.bias, self.activation, first)
+        past = self.width - 1
         history = with_past(x, past, state)
-        out = x * self.weight[:, past]
-        for lag in range(1, self.width):
-            seen = history[:, past - lag : past - lag + length]
-            if first is not None:
-                token = torch.arange(length, device=x.device)
-                seen = seen.masked_fill((token - lag < first).unsqueeze(-1), 0)
-            out = out + seen * self.weight[:, past - lag]
-        if self.bias is not None:
-            out = out + self.bias
-        return (F.silu(out) if self.activation else out).to(x.dtype)
+        if first is not None:
+            first = torch.cat([first.new_zeros(len(first), past), first + past], 1)
+        return convolve(history, self.weight, self.bias, self.activation, first)[:, past:]
 
     def next_state(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ from smat.layers.span import MixerCache, Span
 from smat.masks import BoundarySchedule, SMatMask
 from smat.ops import smat_attention, smat_attention_at
 from smat.ops.arguments import check_positions
+from smat.ops.convolve import convolve, convolve_at, window
 from smat.ops.feature_maps import Favor, FeatureMap
+from smat.ops.project import project
 
 
 class SMatAttention(Mixer):
@@ -166,8 +169,12 @@ class SMatAttention(Mixer):
     def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (span.use_cache or span.cu_seqlens is not None):
             return self._mix_apart(x, span)
-        q, kv, inputs = self._project(x, span)
-        y, state, route = self._attend(x, q, kv, span)
+        if span.rows is None:
+            q, k, v, inputs = self._project(x, span)
+            gates = [None if each is None else each(x) for each in (self.a_proj, self.h_proj)]
+        else:
+            q, k, v, *gates = self._project_for_rows(x, span.rows, span.first_visible())
+        y, state, route = self._attend(x, q, k, v, gates, span)
         seen_from = x if span.rows is None else x[:, span.rows]
         out = self.o_proj(self._finish(seen_from, y).flatten(-2))
         if not span.use_cache:
@@ -178,28 +185,47 @@ class SMatAttention(Mixer):
             conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
         return out, span.cache(conv=conv, state=state, routing=route)
 
-    def _project(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys beside values, and what went into their convolution."""
-        widths = [self.widths[0], sum(self.widths[1:])]
-        if span.rows is not None and self.conv is None:
-            q_weight, kv_weight = self.qkv_proj.weight.split(widths)
-            inputs = F.linear(x, kv_weight)
-            return F.linear(x[:, span.rows], q_weight), inputs, inputs
+    def _project(self, x: Tensor, span: Span) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, and what went into their convolution."""
         inputs = self.qkv_proj(x)
         convolved = inputs
         if self.conv is not None:
             convolved = self.conv(inputs, span.part("conv"), span.first_visible())
-        q, kv = convolved.split(widths, -1)
-        return q if span.rows is None else q[:, span.rows], kv, inputs
+        return *convolved.split(self.widths, -1), inputs
 
-    def _attend(self, x: Tensor, q: Tensor, kv: Tensor, span: Span) -> tuple[Tensor, Any, Any]:
-        k, v = kv.split(self.widths[1:], -1)
+    def _project_for_rows(
+        self, x: Tensor, rows: Tensor, first: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Return queries at rows alone, all keys and values, and what the two gates are made of."""
+        q_weight, *weights = self.qkv_proj.weight.split(self.widths)
+        gates = [each for each in (self.a_proj, self.h_proj) if each is not None]
+        k, v, *made = project(x, *weights, *(each.weight for each in gates))
+        if self.conv is None:
+            q = F.linear(x[:, rows], q_weight)
+        else:
+            q_taps, k_taps, v_taps = self.conv.weight.split(self.widths)
+            windows = F.linear(x[:, window(rows, self.conv.width)], q_weight)
+            q = convolve_at(windows, rows, q_taps, activation=True, first=first)
+            k = convolve(k, k_taps, None, activation=True, first=first)
+            v = convolve(v, v_taps, None, activation=True, first=first)
+        a = None if self.a_proj is None else made.pop(0)
+        return q, k, v, a, None if self.h_proj is None else made.pop(0)
+
+    def _attend(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Sequence[Tensor | None],
+        span: Span,
+    ) -> tuple[Tensor, Any, Any]:
         q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.mask_for(span.length)
         assignment, route = self.routing(x, mask, span)
-        per_token, state = {**self._gates(x), **assignment._asdict()}, span.part("state")
+        per_token, state = {**self._gates(*gates), **assignment._asdict()}, span.part("state")
         if state is not None:
             y, state = decode(state, q, k, v, span, **per_token)
             return y, state, route
@@ -214,12 +240,11 @@ class SMatAttention(Mixer):
         )
         return y, state, route
 
-    def _gates(self, x: Tensor) -> dict[str, Any]:
+    def _gates(self, a: Tensor | None, h: Tensor | None) -> dict[str, Any]:
         log_decay = None
-        if self.a_proj is not None:
-            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
-        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
-        return {"log_decay": log_decay, "key_gate": key_gate}
+        if a is not None:
+            _, log_decay = step_and_log_decay(a, self.dt_bias, self.A_log)
+        return {"log_decay": log_decay, "key_gate": None if h is None else h.sigmoid()}
 
     def _finish(self, x: Tensor, y: Tensor) -> Tensor:
         if self.g_proj is None:

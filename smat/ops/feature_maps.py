@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 FeatureMap = str | Callable[[Tensor], Tensor]
 
@@ -57,6 +59,31 @@ def pointwise_backward_(name: str, value: Tensor, grad: Tensor) -> Tensor:
     if name == "relu":
         return grad.mul_(value > 0)
     return grad
+
+
+def pointwise_map(name: str, x: Tensor) -> Tensor:
+    """Apply a pointwise map, with a gradient.
+
+    >>> x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    >>> torch.autograd.grad(pointwise_map("elu", x).sum(), x)
+    (tensor([0.3679, 1.0000]),)
+    """
+    return x if name == "identity" else _PointwiseMap.apply(name, x)
+
+
+class _PointwiseMap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, x: Tensor) -> Tensor:
+        ctx.name = name
+        value = pointwise_rows(name, x, x.dtype)
+        ctx.save_for_backward(value)
+        return value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        (value,) = ctx.saved_tensors
+        return None, pointwise_backward_(ctx.name, value, grad.clone())
 
 
 class Favor:

@@ -9,13 +9,15 @@ sequences, are read from tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from smat.masks import SMatMask
 from smat.ops.decay import LogDecay
-from smat.ops.feature_maps import pointwise
+from smat.ops.feature_maps import pointwise_map
 
 MAX_ROWS = 64
 MAX_SCORES = 1 << 24  # (B, H, R, T) weights are held for the backward pass
@@ -55,8 +57,8 @@ def attend_few_rows(
         None if x is None else x.repeat_interleave(group, 2) for x in gates
     )
     wide = torch.promote_types(v.dtype, torch.float32)
-    phi, psi = (pointwise(feature_map, x.to(wide)).transpose(1, 2) for x in (q, k))
-    scores = phi @ psi.transpose(-1, -2)  # (B, H, R, T)
+    phi, psi = (pointwise_map(feature_map, x.to(wide)) for x in (q, k))
+    scores = _Products.apply(phi, psi)  # (B, H, R, T)
     position = torch.arange(k.shape[1], device=k.device)
     distant = position < mask.boundaries(k.shape[1], k.device)[rows, None]
     seen = _seen_profiles(mask, rows, reads, wide)
@@ -70,12 +72,60 @@ def attend_few_rows(
     if key_gate is not None:
         weights = weights * _per_key(key_gate, wide)
     scores = scores * weights
-    out = scores @ v.to(wide).transpose(1, 2)
     if normalize:
         normalizer = scores.sum(-1, keepdim=True)
         is_empty = normalizer == 0
-        out = (out / normalizer.masked_fill(is_empty, 1)).masked_fill(is_empty, 0)
-    return out.transpose(1, 2)
+        scores = (scores / normalizer.masked_fill(is_empty, 1)).masked_fill(is_empty, 0)
+    return _Sums.apply(scores, v.to(wide))
+
+
+class _Products(torch.autograd.Function):
+    """Products of rows (B, R, H, K) and keys (B, T, H, K), (B, H, R, T).
+
+    Head by head, so that no key is laid out anew, forward or backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, keys: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, keys)
+        return _products(rows, keys)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        rows, keys = ctx.saved_tensors
+        return _sums(grad, keys), _spread(grad, rows)
+
+
+class _Sums(torch.autograd.Function):
+    """Sums of values (B, T, H, V) under scores (B, H, R, T), (B, R, H, V)."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, values: Tensor) -> Tensor:
+        ctx.save_for_backward(scores, values)
+        return _sums(scores, values)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        scores, values = ctx.saved_tensors
+        return _products(grad, values), _spread(scores, grad)
+
+
+def _products(rows: Tensor, keys: Tensor) -> Tensor:
+    heads = zip(rows.unbind(2), keys.unbind(2), strict=True)
+    return torch.stack([row @ key.transpose(1, 2) for row, key in heads], 1)
+
+
+def _sums(scores: Tensor, values: Tensor) -> Tensor:
+    heads = zip(scores.unbind(1), values.unbind(2), strict=True)
+    return torch.stack([score @ value for score, value in heads], 2)
+
+
+def _spread(scores: Tensor, rows: Tensor) -> Tensor:
+    """Give every key its part of the rows, (B, H, R, T) and (B, R, H, K) -> (B, T, H, K)."""
+    heads = zip(scores.unbind(1), rows.unbind(2), strict=True)
+    return torch.stack([score.transpose(1, 2) @ row for score, row in heads], 2)
 
 
 def _per_key(x: Tensor, dtype: torch.dtype) -> Tensor:

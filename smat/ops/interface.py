@@ -173,10 +173,11 @@ def smat_attention_at(
     if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
         ordered = positions.sort().values
         check_values(gates[0], gates[3], query_type, None, ordered, mask, k.shape[1])
-        out = attend_few_rows(
-            q, k, v, tuple(gates), (query_type, read_weight), positions.long(), mask,
-            feature_map=pointwise, normalize=normalize, branch=branch,
-        )  # fmt: skip
+        with torch.autocast(q.device.type, enabled=False):
+            out = attend_few_rows(
+                q, k, v, tuple(gates), (query_type, read_weight), positions.long(), mask,
+                feature_map=pointwise, normalize=normalize, branch=branch,
+            )  # fmt: skip
         return out.to(v.dtype)
     options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
     return _attend(q, k, v, gates, (query_type, read_weight), positions, options)

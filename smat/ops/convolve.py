@@ -1,0 +1,179 @@
+"""Depthwise causal convolution with SiLU, forward and backward, tile by tile.
+
+Written with autograd, a convolution of four taps is some thirty passes over arrays as large as the
+input, most of them over fresh memory. Here a tile of tokens stays in the cache while all taps work
+on it, the backward pass makes the sums before SiLU again instead of keeping them, and only the
+input is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE_ELEMENTS = 1 << 18
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool, first: Tensor | None = None
+) -> Tensor:
+    """Return SiLU(bias + sum over lags of weight[lag] x[t - lag]) for x (B, T, C), x before 0 as 0.
+
+    >>> x = torch.tensor([[[1.0], [2.0], [4.0]]])
+    >>> convolve(x, torch.tensor([[10.0, 1.0]]), None, activation=False).flatten()
+    tensor([ 1., 12., 24.])
+
+    `weight` is (C, width), the tap of the token itself last. `first` (B, T) or (1, T) is the first
+    token that each may look back to.
+    """
+    return _Convolve.apply(x, weight, bias, activation, first)
+
+
+def window(rows: Tensor, width: int) -> Tensor:
+    """Name the tokens (R, width) that the outputs at rows (R,) are made of, 0 where there is none.
+
+    >>> window(torch.tensor([0, 5]), width=3)
+    tensor([[0, 0, 0],
+            [3, 4, 5]])
+    """
+    return (rows[:, None] - torch.arange(width - 1, -1, -1, device=rows.device)).clamp(min=0)
+
+
+def convolve_at(
+    windows: Tensor, rows: Tensor, weight: Tensor, activation: bool, first: Tensor | None = None
+) -> Tensor:
+    """Return the outputs at rows (R,) alone, from the inputs at `window(rows)`, (B, R, width, C).
+
+    >>> x, weight, rows = torch.randn(1, 9, 8), torch.randn(8, 3), torch.tensor([0, 7])
+    >>> some = convolve_at(x[:, window(rows, width=3)], rows, weight, activation=True)
+    >>> torch.allclose(some, convolve(x, weight, None, activation=True)[:, rows], atol=1e-6)
+    True
+    """
+    width = weight.shape[1]
+    token = rows[:, None] - torch.arange(width - 1, -1, -1, device=rows.device)
+    start = 0 if first is None else first[:, rows].unsqueeze(-1)
+    seen = windows.masked_fill((token < start).unsqueeze(-1), 0)
+    out = (seen * weight.t()).sum(-2)
+    return (F.silu(out) if activation else out).to(windows.dtype)
+
+
+class _Convolve(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: bool,
+        first: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight, bias, first)
+        ctx.activation = activation
+        wide = _wide(x, weight)
+        taps, out = weight.to(wide).t().contiguous(), torch.empty_like(x)
+        for tile in _tiles(x):
+            z = _sum_taps(x, taps, bias, first, tile)
+            out[tile] = F.silu(z, inplace=True) if activation else z
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, first = ctx.saved_tensors
+        wide = _wide(x, weight)
+        taps = weight.to(wide).t().contiguous()
+        grad_x = x.new_empty(x.shape, dtype=wide)
+        grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(len(weight))
+        for tile in _tiles(x):
+            grad_z = grad[tile].to(wide)
+            if ctx.activation:
+                z = _sum_taps(x, taps, bias, first, tile)
+                grad_z = torch.ops.aten.silu_backward(grad_z, z)
+            _spread_taps(grad_z, x, taps, first, tile, grad_x, grad_taps)
+            if bias is not None:
+                grad_bias += grad_z.sum((0, 1))
+        return (
+            grad_x.to(x.dtype),
+            grad_taps.t().to(weight.dtype),
+            None if bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
+
+
+def _tiles(x: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Cut (B, T) into blocks of whole rows, or one row into spans, in order of time."""
+    batch, length, channels = x.shape
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        yield slice(0, batch), slice(0, length)
+        return
+    tokens = max(1, TILE_ELEMENTS // max(1, channels))
+    rows = max(1, tokens // max(1, length))
+    for row in range(0, batch, rows):
+        for start in range(0, length, tokens):
+            yield slice(row, row + rows), slice(start, min(start + tokens, length))
+
+
+def _sum_taps(
+    x: Tensor, taps: Tensor, bias: Tensor | None, first: Tensor | None, tile: tuple[slice, slice]
+) -> Tensor:
+    """Return the sums before SiLU at a tile's tokens."""
+    z = x[tile] * taps[-1]
+    for lag in range(1, len(taps)):
+        at, seen = _before(x, lag, first, tile)
+        z[:, at:].addcmul_(seen.to(z.dtype), taps[-1 - lag])
+    return z if bias is None else z.add_(bias)
+
+
+def _spread_taps(
+    grad_z: Tensor,
+    x: Tensor,
+    taps: Tensor,
+    first: Tensor | None,
+    tile: tuple[slice, slice],
+    grad_x: Tensor,
+    grad_taps: Tensor,
+) -> None:
+    """Add what a tile gives to the gradients of taps and inputs; earlier tiles have begun them."""
+    rows, span = tile
+    grad_x[tile] = grad_z * taps[-1]
+    grad_taps[-1] += (grad_z * x[tile]).sum((0, 1))
+    for lag in range(1, len(taps)):
+        at, seen = _before(x, lag, first, tile)
+        part = grad_z[:, at:]
+        grad_taps[-1 - lag] += (part * seen).sum((0, 1))
+        if first is not None:
+            part = part.masked_fill(_is_hidden(lag, at, first, tile), 0)
+        begin = max(span.start + at - lag, 0)
+        grad_x[rows, begin : begin + part.shape[1]].addcmul_(part, taps[-1 - lag])
+
+
+def _before(
+    x: Tensor, lag: int, first: Tensor | None, tile: tuple[slice, slice]
+) -> tuple[int, Tensor]:
+    """Return the inputs `lag` before a tile's tokens, and the first of these that has one."""
+    rows, span = tile
+    length = span.stop - span.start
+    at = min(max(lag - span.start, 0), length)
+    begin = max(span.start + at - lag, 0)
+    seen = x[rows, begin : begin + length - at]
+    if first is not None:
+        seen = seen.masked_fill(_is_hidden(lag, at, first, tile), 0)
+    return at, seen
+
+
+def _is_hidden(lag: int, at: int, first: Tensor, tile: tuple[slice, slice]) -> Tensor:
+    """Mark the tokens of a tile, from the at-th on, that may not look back by `lag`: (., ., 1)."""
+    rows, span = tile
+    token = torch.arange(span.start + at, span.stop, device=first.device)
+    mine = first if len(first) == 1 else first[rows]
+    return (token - lag < mine[:, span.start + at : span.stop]).unsqueeze(-1)
