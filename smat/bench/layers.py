@@ -16,7 +16,7 @@ from torch import Tensor
 
 from smat.bench.checks import TOLERANCES, Check, relative_rms, require_passed
 from smat.bench.environment import describe_environment
-from smat.bench.layers_peers import CHUNK, PEERS, load_peer
+from smat.bench.layers_peers import MAMBA2, PEERS, load_peer
 from smat.bench.timing import Candidate, NoProgress, Progress, Timing, measure, synchronizer
 from smat.bench.workload import check_device
 from smat.layers import GatedDeltaNet, Mamba2, ProfileMemory, TransportedMemory
@@ -26,7 +26,8 @@ from smat.ops import smat_attention
 from smat.ops.delta_rule import delta_rule
 from smat.ops.recurrent_reference import decay_reference, delta_rule_reference
 
-CHECK_LEN = 150
+CHECK_LEN = 300
+CHUNK = 64
 Run = Callable[..., Tensor]
 
 
@@ -110,8 +111,10 @@ def our_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Ten
 
 OURS: dict[str, Run] = {"Mamba-2": our_scan, "Gated DeltaNet": our_delta_rule}
 BASELINES = {
-    "transformers mamba2_chunk_scan": "Mamba-2",
-    "transformers torch_chunk_gated_delta_rule": "Gated DeltaNet",
+    **{
+        name: "Mamba-2" if source is MAMBA2 else "Gated DeltaNet"
+        for name, (source, _) in PEERS.items()
+    },
     "Mamba-2 + SMat layer": "Mamba-2 layer",
     "Gated DeltaNet + SMat layer": "Gated DeltaNet layer",
 }

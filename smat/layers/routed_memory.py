@@ -146,8 +146,11 @@ class RoutedMemory(nn.Module):
         self, hidden: Tensor, mask: SMatMask, span: Span, state: Tensor | None, first: int = 0
     ) -> Route:
         """Route the tokens of a span; reads from `first` on, their weights times the read gate."""
+        num_writers = None
+        if state is None and span.cu_seqlens is None and not span.use_cache:
+            num_writers = mask.segments(span.length)[-1].boundary  # the others are never distant
         address, reads = self.routing(
-            hidden, mask.geometry, None, span.cu_seqlens, state, queries=slice(first, None)
+            hidden, mask.geometry, None, span.cu_seqlens, state, slice(first, None), num_writers
         )
         gate = self.read_gate(hidden[:, first:]).unsqueeze(-1)
         if state is None:

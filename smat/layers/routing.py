@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smat.geometry import Geometry
@@ -23,6 +24,7 @@ from smat.layers.selectors import (
 )
 from smat.masks import SMatMask
 
+OWN_POINT = ("own_hyperplane", "own_cell")  # what they read depends on the query's own point
 SELECTORS = ("top_types", "factored", "own_hyperplane", "own_cell")
 
 
@@ -92,13 +94,24 @@ class LearnedRouting(nn.Module):
         cu_seqlens: Tensor | None = None,
         state: Tensor | None = None,
         queries: slice | Tensor = slice(None),
+        num_writers: int | None = None,
     ) -> Route:
         """Route (B, T, hidden_size); reads are selected at the positions of `queries`.
 
-        `state` is the hash's, of the tokens before.
+        `state` is the hash's, of the tokens before. Only the first `num_writers` tokens get an
+        address, if it is given; the others write nothing, and where a selector wants their own
+        points it is of no effect.
         """
-        address = self.hash(hidden, geometry, attention_mask, cu_seqlens, state)
         select = of_geometry(self.selectors, geometry)
+        if num_writers is None or self.selector in OWN_POINT:
+            address = self.hash(hidden, geometry, attention_mask, cu_seqlens, state)
+        else:
+            address = self.hash(hidden[:, :num_writers], geometry, None, cu_seqlens, state)
+            rest = hidden.shape[1] - address.profile.shape[1]
+            address = WriteAddress(
+                F.pad(address.profile, (0, 0, 0, rest)), F.pad(address.ste_weight, (0, 0, 0, rest)),
+                F.pad(address.bin_position, (0, 0, 0, 0, 0, rest)),
+            )  # fmt: skip
         return Route(address, select(hidden[:, queries], address.profile[:, queries]))
 
     def step(

@@ -146,9 +146,10 @@ def _read(
     assert transition is not None
     state.transition = state.transition.index_copy(0, rows, transition)
     table = state.type_table[rows].flatten(0, 1)
-    asked = query.to(table.dtype).unsqueeze(3) * reads.read_weight.to(table.dtype).unsqueeze(-1)
-    asked = asked.transpose(1, 2)  # (R, H, t, k, K)
-    types = reads.query_type.transpose(1, 2).flatten(2).flatten(0, 1)
-    answers = SortedGroups(types, table.shape[1]).read(asked.flatten(2, 3).flatten(0, 1), table)
-    summed = answers.view(*asked.shape[:4], -1).sum(3)
-    return summed.transpose(1, 2).to(recent["v"].dtype)
+    asked, types, weight = (
+        x.transpose(1, 2).flatten(0, 1)  # (R H, t, .)
+        for x in (query.to(table.dtype), reads.query_type, reads.read_weight.to(table.dtype))
+    )
+    answers = SortedGroups(types, table.shape[1], weight).read(asked, table)
+    by_row = answers.unflatten(0, (len(rows), -1)).transpose(1, 2)
+    return by_row.to(recent["v"].dtype)

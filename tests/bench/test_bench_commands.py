@@ -216,7 +216,11 @@ def test_presets_give_way_to_options(capsys, tmp_path):
 
 
 LAYERS = ["--seq-len", "64", "--heads", "2", "--head-dim", "8", "--repeats", "1", "--vc-dim", "2"]
-PEER_ROWS = {"transformers mamba2_chunk_scan", "transformers torch_chunk_gated_delta_rule"}
+PEER_ROWS = {
+    "transformers mamba2_chunk_scan, chunk 256",
+    "transformers mamba2_chunk_scan, chunk 64",
+    "transformers torch_chunk_gated_delta_rule, chunk 64",
+}
 
 
 def test_layers(capsys, tmp_path):
