@@ -14,7 +14,7 @@ import smat
 from smat.masks import Segment
 from smat.ops.causal import Arrays, CausalBranch
 from smat.ops.pieces import TILE, cut_blocks
-from smat.ops.rows import CPU_TILES
+from smat.ops.rows import chunks_per_block
 
 DTYPES = {
     "fp64": torch.float64,
@@ -183,7 +183,7 @@ def causal_branch(inputs: Inputs) -> Callable[[], None]:
     )
     v_aug = F.pad(values, (0, 1), value=1.0)
     length = psi.shape[1]
-    blocks = cut_blocks((Segment(0, length, 0),), CPU_TILES)
+    blocks = cut_blocks((Segment(0, length, 0),), chunks_per_block(1, psi.device))
 
     def run() -> None:
         for row in range(len(psi)):

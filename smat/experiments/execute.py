@@ -20,6 +20,7 @@ from smat.tasks.task import seed_of
 from smat.training import Interrupted, Progress, train
 from smat.training.fabric import make_fabric
 from smat.training.files import write_atomically
+from smat.training.machine import keep_freed_memory
 
 # What a user can act on needs no traceback.
 EXPECTED = (ValueError, OSError, ArithmeticError, ImportError)
@@ -83,6 +84,7 @@ def execute(
     should_stop: Callable[[], bool] | None = None,
 ) -> dict[str, Any]:
     """Train a run's model in its folder and return the record."""
+    keep_freed_memory()
     if should_stop is not None and should_stop():
         raise Interrupted(0)
     with claim(folder):

@@ -28,6 +28,8 @@ class ContentRouting(nn.Module):
     loop to add.
     """
 
+    looks_at_states = True
+
     def __init__(self, learned: LearnedRouting) -> None:
         super().__init__()
         self.learned = learned

@@ -30,6 +30,8 @@ class DirectedRouting(HashedRouting):
     (straight-through), so that directions which help become more probable.
     """
 
+    looks_at_states = True
+
     def __init__(
         self,
         hidden_size: int,

@@ -26,6 +26,8 @@ class Assignment(NamedTuple):
 class Routing(Protocol):
     """What `SMatAttention` asks of a routing module."""
 
+    looks_at_states: bool  # whether x below matters
+
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read."""
 
@@ -43,6 +45,8 @@ class PositionalRouting(nn.Module):
     >>> PositionalRouting()(torch.randn(1, 3, 8), SMatMask(64, 2), span)
     (Assignment(profile=None, query_type=None, write_weight=None, read_weight=None), None)
     """
+
+    looks_at_states = False
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read."""
@@ -72,6 +76,8 @@ class HashedRouting(nn.Module):
 
     Paper: u_t is the cell, a the direction, type(i) = H_(a, a . u).
     """
+
+    looks_at_states = False
 
     def __init__(
         self,
@@ -107,24 +113,37 @@ class HashedRouting(nn.Module):
         table = TokenHash(self.vocab_size, self.num_heads, mask.geometry, self.seed)
         cell = table.profile(ids)
         written = table.profile(self._before(history, ids, self.write_lag, span))
-        query_type = cell if self.point_read else self._types(mask.geometry, history, ids, span)
-        query_type = query_type if span.rows is None else query_type[:, span.rows]
+        rows = slice(None) if span.rows is None else span.rows
+        query_type = cell[:, rows]
+        if not self.point_read:
+            query_type = self._types(mask.geometry, history, ids, span, query_type, rows)
         state = None
         if span.use_cache:
             state = last_inputs(ids, self.num_kept, past, span.lengths, span.cu_seqlens)
         return Assignment(written, query_type), state
 
-    def _types(self, geometry: Geometry, history: Tensor, ids: Tensor, span: Span) -> Tensor:
+    def _types(
+        self,
+        geometry: Geometry,
+        history: Tensor,
+        ids: Tensor,
+        span: Span,
+        cell: Tensor,
+        rows: slice | Tensor,
+    ) -> Tensor:
+        """Return the types that rows read, whose own cells are given."""
         table = TokenHash(self.vocab_size, self.num_heads, geometry, self.seed)
         direction = span.extras.get("query_direction")
-        if direction is None and self.num_keys == 1:
+        if direction is not None:
+            direction = direction[:, rows]
+        elif self.num_keys == 1:
             hashed = TokenHash(self.vocab_size, self.num_heads, geometry, self.seed + 1)
-            direction = hashed.profile(ids) % geometry.num_directions
-        elif direction is None:
+            direction = hashed.profile(ids[:, rows]) % geometry.num_directions
+        else:
             tokens = [self._before(history, ids, lag, span) for lag in range(self.num_keys)]
-            cells = torch.stack([table.profile(token) for token in tokens], -1)
+            cells = torch.stack([table.profile(token[:, rows]) for token in tokens], -1)
             direction, _ = agreeing_direction(geometry, cells)
-        return type_through_cell(geometry, direction, table.profile(ids))
+        return type_through_cell(geometry, direction, cell)
 
     def _before(self, history: Tensor, ids: Tensor, lag: int, span: Span) -> Tensor:
         """Return the id `lag` tokens earlier in the same sequence, the own one where none is."""

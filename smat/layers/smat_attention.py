@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -169,14 +169,13 @@ class SMatAttention(Mixer):
     def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (span.use_cache or span.cu_seqlens is not None):
             return self._mix_apart(x, span)
-        if span.rows is None:
-            q, k, v, inputs = self._project(x, span)
-            gates = [None if each is None else each(x) for each in (self.a_proj, self.h_proj)]
-        else:
-            q, k, v, *gates = self._project_for_rows(x, span.rows, span.first_visible())
+        if span.rows is not None:
+            windows = x[:, window(span.rows, self.conv_size)]
+            return self.mix_rows(windows, project(x, *self.row_weights()), span, x), None
+        q, k, v, inputs = self._project(x, span)
+        gates = [None if each is None else each(x) for each in (self.a_proj, self.h_proj)]
         y, state, route = self._attend(x, q, k, v, gates, span)
-        seen_from = x if span.rows is None else x[:, span.rows]
-        out = self.o_proj(self._finish(seen_from, y).flatten(-2))
+        out = self.o_proj(self._finish(x, y).flatten(-2))
         if not span.use_cache:
             return out, None
         conv = None
@@ -184,6 +183,42 @@ class SMatAttention(Mixer):
             past = span.part("conv")
             conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
         return out, span.cache(conv=conv, state=state, routing=route)
+
+    @property
+    def conv_size(self) -> int:
+        """The number of tokens that a query is made of."""
+        return 1 if self.conv is None else self.conv.width
+
+    def row_weights(self) -> list[Tensor]:
+        """List what all tokens are multiplied by when only rows are wanted: keys, values, gates."""
+        gates = [each.weight for each in (self.a_proj, self.h_proj) if each is not None]
+        return [*self.qkv_proj.weight.split(self.widths)[1:], *gates]
+
+    def mix_rows(
+        self, windows: Tensor, projected: Sequence[Tensor], span: Span, x: Tensor | None = None
+    ) -> Tensor:
+        """Mix as seen from ``span.rows`` alone, (B, R, hidden).
+
+        `windows` (B, R, conv_size, hidden) are the inputs that the rows' queries are made of, and
+        `projected` those of all tokens times `row_weights`. The inputs themselves, x, are for a
+        routing that looks at them.
+        """
+        rows, first = span.rows, span.first_visible()
+        assert rows is not None
+        k, v, *made = projected
+        q_weight = self.qkv_proj.weight[: self.widths[0]]
+        q = F.linear(windows, q_weight)
+        if self.conv is None:
+            q = q.squeeze(2)
+        else:
+            q_taps, k_taps, v_taps = self.conv.weight.split(self.widths)
+            q = convolve_at(q, rows, q_taps, activation=True, first=first)
+            k = convolve(k, k_taps, None, activation=True, first=first)
+            v = convolve(v, v_taps, None, activation=True, first=first)
+        a = None if self.a_proj is None else made.pop(0)
+        gates = [a, None if self.h_proj is None else made.pop(0)]
+        y, _, _ = self._attend(x, q, k, v, gates, span)
+        return self.o_proj(self._finish(windows[:, :, -1], y).flatten(-2))
 
     def _project(self, x: Tensor, span: Span) -> tuple[Tensor, ...]:
         """Return queries, keys and values, and what went into their convolution."""
@@ -193,27 +228,9 @@ class SMatAttention(Mixer):
             convolved = self.conv(inputs, span.part("conv"), span.first_visible())
         return *convolved.split(self.widths, -1), inputs
 
-    def _project_for_rows(
-        self, x: Tensor, rows: Tensor, first: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        """Return queries at rows alone, all keys and values, and what the two gates are made of."""
-        q_weight, *weights = self.qkv_proj.weight.split(self.widths)
-        gates = [each for each in (self.a_proj, self.h_proj) if each is not None]
-        k, v, *made = project(x, *weights, *(each.weight for each in gates))
-        if self.conv is None:
-            q = F.linear(x[:, rows], q_weight)
-        else:
-            q_taps, k_taps, v_taps = self.conv.weight.split(self.widths)
-            windows = F.linear(x[:, window(rows, self.conv.width)], q_weight)
-            q = convolve_at(windows, rows, q_taps, activation=True, first=first)
-            k = convolve(k, k_taps, None, activation=True, first=first)
-            v = convolve(v, v_taps, None, activation=True, first=first)
-        a = None if self.a_proj is None else made.pop(0)
-        return q, k, v, a, None if self.h_proj is None else made.pop(0)
-
     def _attend(
         self,
-        x: Tensor,
+        x: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -224,7 +241,8 @@ class SMatAttention(Mixer):
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.mask_for(span.length)
-        assignment, route = self.routing(x, mask, span)
+        # x is None only where the routing does not look at it.
+        assignment, route = self.routing(cast(Tensor, x), mask, span)
         per_token, state = {**self._gates(*gates), **assignment._asdict()}, span.part("state")
         if state is not None:
             y, state = decode(state, q, k, v, span, **per_token)

@@ -81,8 +81,9 @@ def _recent_backward(share: Share) -> Iterator[BlockGrads]:
         return
     for block, taken in zip(causal.blocks, causal.taken(), strict=True):
         span = slice(block.start, block.stop)
-        zeros = (torch.zeros_like(x) for x in (share.phi(taken), share.psi(span), share.v(span)))
-        yield BlockGrads(block, taken, *zeros)
+        phi, psi, v = share.phi(taken), share.psi(span), share.v(span)
+        zeros = (torch.zeros_like(x) for x in (phi, psi, v))
+        yield BlockGrads(block, taken, *zeros, phi, psi)
 
 
 def _put_grads(
@@ -108,8 +109,8 @@ def _put_grads(
         if pulled_reads is None:
             pulled_reads = torch.zeros_like(share.of_queries(inputs.read_weight, taken))
         share.put_queries(pulled_reads, grads["read_weight"], taken)
-    features = share.key_features(span)
-    psi = share.gated(features, inputs.key_gate, span)
+    psi = recent.psi_value
+    features = psi if inputs.key_gate is None else share.key_features(span)
     if inputs.write_weight is not None:
         weight = share.of_keys(inputs.write_weight, span).to(grad_psi.dtype)
         pulled = torch.zeros_like(weight) if far is None else (psi * far).sum(-1)
@@ -117,13 +118,14 @@ def _put_grads(
         far = None if far is None else far * weight.unsqueeze(-1)
     grad_psi = grad_psi if far is None else grad_psi + far
     if moved is not None:
-        moved[:, span] -= (psi * grad_psi).sum(-1, dtype=torch.float64)
+        moved[:, span] -= (psi * grad_psi).sum(-1)
     if grad_phi is not None:
-        phi = share.phi(taken)
+        phi = recent.phi_value
+        assert phi is not None
         if moved is not None:
             at = torch.arange(block.start, block.stop, device=phi.device)
             at = at if share.positions is None else share.positions[taken]
-            moved.index_add_(1, at, (phi * grad_phi).sum(-1, dtype=torch.float64).sum(1))
+            moved.index_add_(1, at, (phi * grad_phi).sum((1, -1)).double())
         grad_q = pointwise_backward_(inputs.feature_map, phi, grad_phi)
         share.put_queries(grad_q, grads["q"], taken)
     if inputs.key_gate is not None:

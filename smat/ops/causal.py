@@ -81,13 +81,18 @@ class Arrays:
 
 
 class BlockGrads(NamedTuple):
-    """The gradients of one block: of its queries (if it has any), its keys and its values."""
+    """The gradients of one block: of its queries (if it has any), its keys and its values.
+
+    And the features that they are gradients of, which were made for them.
+    """
 
     block: Block
     taken: slice
     phi: Tensor | None
     psi: Tensor
     v: Tensor
+    phi_value: Tensor | None
+    psi_value: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,19 +112,16 @@ class CausalBranch:
         for block, taken in zip(self.blocks, self.taken(), strict=True):
             carry = windows.enter(block, carry)
             keys = self._keys(block)
-            sums = keys.chunk_sums(carry)
+            sums = keys.chunk_sums()
             windows.advance(keys, sums)
+            before, carry = carry, keys.advance(sums, carry)
             if taken.stop == taken.start:
-                carry = keys.advance(sums, carry)
                 continue
-            states = keys.scan(sums)
             queries = self._queries(keys, taken)
             scores = queries.hide_future_(torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT))
             y = torch.bmm(scores, queries.of_chunks(keys.v))
-            before = _per_chunk(states[:, :-1], zero)
-            y.baddbmm_(queries.from_start, queries.of_chunks(before))
+            y.baddbmm_(queries.from_start, queries.of_chunks(keys.scan(sums, before)))
             yield block, taken, queries.join(y)
-            carry = states[:, -1].view_as(zero)
 
     def backward(self) -> Iterator[BlockGrads]:
         """Yield the gradients of each block, last block first."""
@@ -130,22 +132,20 @@ class CausalBranch:
             if block.ends_segment:
                 grad_carry = zero
             keys = self._keys(block)
-            grad_states = zero.new_zeros(len(zero), block.num_chunks + 1, zero[0].numel())
-            grad_states[:, -1] = grad_carry.flatten(1)
             tiles = None
             if taken.stop > taken.start:
                 queries = self._queries(keys, taken)
-                before = _per_chunk(keys.scan(keys.chunk_sums(carry))[:, :-1], zero)
+                before = keys.scan(keys.chunk_sums(), carry)
                 tiles = _TileGrads(queries, before, queries.cut(self.source.grad_y(taken)))
-                grad_states[:, :-1] = tiles.states.view(len(zero), block.num_chunks, -1)
-            # Every state's gradient goes to the sums before it: the scan, transposed.
-            grad_sums = torch.bmm(keys.between.mT, grad_states)
-            last = keys.between[:, -1, :, None]
-            for edge, grad_state in grad_windows.items():
-                grad_sums[:, 1:].addcmul_(last[:, 1:], grad_state.flatten(1).unsqueeze(1))
-                grad_windows[edge] = last[:, :1] * grad_state
-            yield _block_grads(keys, taken, tiles, _per_chunk(grad_sums[:, 1:], zero))
-            grad_carry = grad_sums[:, 0].view_as(zero)
+            # What arrives behind the block goes to its sums at once, and on to where it came from.
+            arriving = torch.stack([grad_carry, *grad_windows.values()]).sum(0)
+            grad_sums = keys.sums_backward(arriving)
+            grad_carry = keys.carry_backward(grad_carry)
+            grad_windows = {edge: keys.carry_backward(x) for edge, x in grad_windows.items()}
+            if tiles is not None:
+                keys.scan_backward_(tiles.states, grad_sums, grad_carry)
+            grad_sums = grad_sums.view(-1, *zero.shape[1:])
+            yield _block_grads(keys, taken, tiles, grad_sums)
             if block.begins_segment and block.boundary < block.start:
                 grad_windows[block.boundary] = grad_carry
             grad_windows.pop(block.start, None)
@@ -167,7 +167,7 @@ class CausalBranch:
             if block is self.blocks[-1]:
                 break
             keys = self._keys(block)
-            sums = keys.chunk_sums(carry)
+            sums = keys.chunk_sums()
             carry = keys.advance(sums, carry)
             windows.advance(keys, sums)
         return starts
@@ -214,18 +214,14 @@ def _block_grads(
     grad_psi = torch.bmm(keys.v, grad_chunk.mT)
     if keys.decay is not None:
         grad_psi *= keys.until_end
+    psi = keys.join(keys.psi)
     if tiles is None:
-        grad_v = torch.bmm(keys.to_end, grad_chunk)
-        return BlockGrads(keys.block, taken, None, keys.join(grad_psi), keys.join(grad_v))
+        grad_v = keys.join(torch.bmm(keys.to_end, grad_chunk))
+        return BlockGrads(keys.block, taken, None, keys.join(grad_psi), grad_v, None, psi)
     grad_psi += tiles.psi
-    grad_v = tiles.v.baddbmm_(keys.to_end, grad_chunk)
-    grad_phi = tiles.queries.join(tiles.phi)
-    return BlockGrads(keys.block, taken, grad_phi, keys.join(grad_psi), keys.join(grad_v))
-
-
-def _per_chunk(states: Tensor, zero: Tensor) -> Tensor:
-    """(N, chunks, r p) -> (N chunks, r, p)."""
-    return states.reshape(-1, *zero.shape[1:])
+    grad_v = keys.join(tiles.v.baddbmm_(keys.to_end, grad_chunk))
+    grad_phi, phi = (tiles.queries.join(each) for each in (tiles.phi, tiles.queries.phi))
+    return BlockGrads(keys.block, taken, grad_phi, keys.join(grad_psi), grad_v, phi, psi)
 
 
 class _Windows:

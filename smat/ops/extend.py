@@ -19,7 +19,7 @@ from smat.ops.fold import decay_factor, pick, spread_fold
 from smat.ops.grouping import Grouping, PeriodicGroups
 from smat.ops.pieces import cut_blocks
 from smat.ops.row_groups import RowGroup
-from smat.ops.rows import CPU_TILES, MAX_CHUNKS
+from smat.ops.rows import chunks_per_block
 from smat.ops.sorted_groups import SortedGroups
 from smat.ops.state import StateTables
 from smat.ops.step import enter, leave_profiles, pass_gates
@@ -80,9 +80,8 @@ class _Piece:
         state, num_rows, sizes = self.state, len(self.psi), self.state.sizes
         slots = state.timeline.num_slots
         window = pick(state.tensors["recent"][self.moment.segment % slots], self.group)
-        blocks = cut_blocks(
-            (Segment(0, self.length, -1),), max(1, min(MAX_CHUNKS, CPU_TILES // num_rows))
-        )
+        num_chunks = chunks_per_block(num_rows, phi.device)
+        blocks = cut_blocks((Segment(0, self.length, -1),), num_chunks)
         by_key = phi.unflatten(2, (sizes.heads, sizes.group)).permute(0, 2, 3, 1, 4)
         by_key = by_key.flatten(0, 1).contiguous()  # (n H, G, t, r)
         branch = CausalBranch(

@@ -52,10 +52,10 @@ def attend_few_rows(
     tensor([0., 1., 0., 1., 1., 1., 1., 0.])
     """
     group = q.shape[2] // k.shape[2]  # query heads that share a head of keys
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    log_decay, key_gate, write_weight, profile = (
-        None if x is None else x.repeat_interleave(group, 2) for x in gates
-    )
+    if group > 1:
+        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
+        gates = tuple(None if x is None else x.repeat_interleave(group, 2) for x in gates)
+    log_decay, key_gate, write_weight, profile = gates
     wide = torch.promote_types(v.dtype, torch.float32)
     phi, psi = (pointwise_map(feature_map, x.to(wide)) for x in (q, k))
     scores = _Products.apply(phi, psi)  # (B, H, R, T)

@@ -24,9 +24,9 @@ from smat.ops.pieces import cut_blocks
 from smat.ops.routing import Routing
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # rows x tokens of a share
-CPU_TILES, OTHER_TILES = 32, 1 << 12  # tiles of a block
+CPU_TILES, OTHER_TILES = 64, 1 << 12  # tiles of a block
+CPU_CHUNKS, OTHER_CHUNKS = 32, 64  # of a block: the scan within it costs their square
 ALL = slice(None)
-MAX_CHUNKS = 64  # of a block: the scan within it costs their square
 
 
 @dataclass(frozen=True)
@@ -200,8 +200,7 @@ class Share:
     @property
     def causal(self) -> CausalBranch:
         """The causal branch of the share."""
-        num_tiles = CPU_TILES if self.inputs.k.device.type == "cpu" else OTHER_TILES
-        num_chunks = max(1, min(MAX_CHUNKS, num_tiles // self.num_rows))
+        num_chunks = chunks_per_block(self.num_rows, self.inputs.k.device)
         blocks = cut_blocks(self._segments(), num_chunks)
         return CausalBranch(self, self.decay, blocks, self.positions)
 
@@ -233,6 +232,13 @@ class Share:
             None if weight is None else self.of_queries(weight).to(inputs.dtype),
             self.positions,
         )
+
+
+def chunks_per_block(num_rows: int, device: torch.device) -> int:
+    """Choose how many chunks of each row to work off at once."""
+    is_cpu = device.type == "cpu"
+    tiles, chunks = (CPU_TILES, CPU_CHUNKS) if is_cpu else (OTHER_TILES, OTHER_CHUNKS)
+    return max(1, min(chunks, tiles // num_rows))
 
 
 def inverse_or_zero(normalizer: Tensor) -> Tensor:

@@ -51,25 +51,35 @@ class KeyTiles:
         flat = tiles.view(self.num_rows, block.padded, -1)
         return flat[:, : block.stop - block.start]
 
-    def chunk_sums(self, carry: Tensor) -> Tensor:
-        """Sum psi v' over each chunk, behind the carried state: (N, chunks + 1, r p)."""
-        sums = carry.new_empty(self.num_rows, self.block.num_chunks + 1, *carry.shape[1:])
-        sums[:, 0] = carry
-        if self.num_rows == 1:
-            torch.bmm(self.to_end.mT, self.v, out=sums[0, 1:])
-        else:
-            sums[:, 1:] = torch.bmm(self.to_end.mT, self.v).unflatten(0, (self.num_rows, -1))
-        return sums.flatten(2)
+    def chunk_sums(self) -> Tensor:
+        """Sum psi v' over each chunk, (N, chunks, r p)."""
+        return torch.bmm(self.to_end.mT, self.v).view(self.num_rows, self.block.num_chunks, -1)
 
-    def scan(self, sums: Tensor) -> Tensor:
-        """Add the sums up: state b comes before chunk b, and the last one after the block."""
-        return torch.bmm(self.between, sums)
+    def scan(self, sums: Tensor, carry: Tensor) -> Tensor:
+        """Add the sums up behind the carried state: the state before each chunk, (N chunks, r, p)."""
+        before = torch.bmm(self.between[:, :-1, 1:], sums)
+        before.addcmul_(self.between[:, :-1, :1], carry.flatten(1).unsqueeze(1))
+        return before.view(-1, *carry.shape[1:])
 
     def advance(self, sums: Tensor, state: Tensor) -> Tensor:
         """Carry a window's state over the block whose chunk sums are known."""
         last = self.between[:, -1:]
-        grown = torch.bmm(last[:, :, 1:], sums[:, 1:]).view_as(state)
+        grown = torch.bmm(last[:, :, 1:], sums).view_as(state)
         return torch.addcmul(grown, last[:, :, :1], state)
+
+    def sums_backward(self, grad_state: Tensor) -> Tensor:
+        """Take the gradient of a state behind the block to its chunk sums, (N, chunks, r p)."""
+        return self.between[:, -1:, 1:].mT * grad_state.flatten(1).unsqueeze(1)
+
+    def carry_backward(self, grad_state: Tensor) -> Tensor:
+        """Take the gradient of a state behind the block to the state before it."""
+        return self.between[:, -1:, :1] * grad_state
+
+    def scan_backward_(self, grad_before: Tensor, grad_sums: Tensor, grad_carry: Tensor) -> None:
+        """Add what the states before the chunks, (N chunks, r, p), give to sums and carry."""
+        flat = grad_before.view_as(grad_sums)
+        grad_sums.baddbmm_(self.between[:, :-1, 1:].mT, flat)
+        grad_carry.flatten(1).unsqueeze(1).baddbmm_(self.between[:, :-1, :1].mT, flat)
 
 
 class QueryTiles:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 PACKAGE = Path(__file__).parents[1]
+# Parameters of mallopt, by the names that its manual has.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+LARGEST = 1 << 30
 
 
 def describe_hardware(device: torch.device | str = "cpu") -> dict[str, Any]:
@@ -34,6 +39,21 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+@cache
+def keep_freed_memory() -> None:
+    """Let malloc keep what this process frees, once: a step of training asks for it all again.
+
+    Tensors of many megabytes otherwise come from the system page by page and go back after every
+    use, which took more than half of a step of multi-key recall on a CPU. For processes that do
+    nothing but train: memory stays with them to their end.
+    """
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
+    libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
 
 
 def processor_name() -> str:
