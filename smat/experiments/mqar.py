@@ -23,9 +23,9 @@ ARMS = recall_arms()
 CELLS = {f"width={width}": f"width {width}" for width in (16, 32, 64)}
 PRESETS = {
     "quick": "64 tokens, one load (T = 32, 4 pairs), width 32, Mamba-2 alone and with d = 2, "
-    "400 steps of 64 examples",
-    "standard": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
     "1,000 steps of 64 examples",
+    "standard": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
+    "3,000 steps of 64 examples",
     "paper": "as in the paper: 32 epochs of 180,000 examples, three seeds",
 }
 SEEDS = {"quick": (0,), "standard": (0,), "paper": (123, 456, 789)}
@@ -47,7 +47,7 @@ def run(preset: str, arm: str, width: int, seed: int) -> Run:
     """Return one run of the table."""
     task = task_of(preset)
     batch_size = 256 if preset == "paper" else 64
-    steps = {"quick": 400, "standard": 1000}.get(preset)
+    steps = {"quick": 1000, "standard": 3000}.get(preset)
     training = TrainingConfig(
         steps=NUM_EPOCHS * task.steps_per_epoch(batch_size) if steps is None else steps,
         batch_size=batch_size,

@@ -47,7 +47,8 @@ class Block(nn.Module):
         mixer, norm = cast(SMatAttention, self.mixer), cast(RMSNorm, self.norm)
         windows = norm(x.at(window(rows, mixer.conv_size)))
         projected = x.project_normed(norm.weight, norm.eps, *mixer.row_weights())
-        span = Span(*x.ids.shape, x.ids.device, extras={"positions": rows, "token_ids": x.ids})
+        extras = {"positions": rows, "token_ids": x.ids}
+        span = Span(x.ids.shape[0], x.ids.shape[1], x.ids.device, extras=extras)
         return self._behind(mixer.mix_rows(windows, projected, span) + x.at(rows))
 
     def takes_sums(self) -> bool:

@@ -82,8 +82,8 @@ def _recent_backward(share: Share) -> Iterator[BlockGrads]:
     for block, taken in zip(causal.blocks, causal.taken(), strict=True):
         span = slice(block.start, block.stop)
         phi, psi, v = share.phi(taken), share.psi(span), share.v(span)
-        zeros = (torch.zeros_like(x) for x in (phi, psi, v))
-        yield BlockGrads(block, taken, *zeros, phi, psi)
+        zero_phi, zero_psi, zero_v = (torch.zeros_like(x) for x in (phi, psi, v))
+        yield BlockGrads(block, taken, zero_phi, zero_psi, zero_v, phi, psi)
 
 
 def _put_grads(

@@ -31,7 +31,7 @@ def convolve(
     `weight` is (C, width), the tap of the token itself last. `first` (B, T) or (1, T) is the first
     token that each may look back to.
     """
-    return _Convolve.apply(x, weight, bias, activation, first)
+    return _Convolve.apply(x, weight, bias, activation, first)  # type: ignore[no-untyped-call]
 
 
 def window(rows: Tensor, width: int) -> Tensor:

@@ -72,7 +72,7 @@ def lower_triangle(coarse: Tensor, fine: Tensor) -> Tensor:
 
 
 def exp_or_zero_(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Exponentiate, overwriting x; what a dtype (x's own unless given) holds only as a subnormal is 0.
+    """Exponentiate, overwriting x; what would be subnormal in a dtype, x's own unless given, is 0.
 
     >>> exp_or_zero_(torch.tensor([0.0, -1.0, -90.0, -torch.inf]))
     tensor([1.0000, 0.3679, 0.0000, 0.0000])

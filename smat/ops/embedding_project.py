@@ -44,10 +44,9 @@ class EmbeddingSum(NamedTuple):
         """Return RMSNorm(x) W^T for every W (n, width): (B, T, n) each."""
         scale = (self._mean_square() + eps).rsqrt()
         tables = (self.tokens * gain, self.positions * gain, self.payload_table * gain)
-        return tuple(
-            _SumRows.apply(self.ids, self.payload, scale, *(table @ w.t() for table in tables))
-            for w in weights
-        )
+        fixed = (self.ids, self.payload, scale)
+        projected = ((table @ weight.t() for table in tables) for weight in weights)
+        return tuple(_SumRows.apply(*fixed, *each) for each in projected)  # type: ignore[no-untyped-call]
 
     def _mean_square(self) -> Tensor:
         """Average x^2 over the width, (B, T)."""

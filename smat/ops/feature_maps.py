@@ -68,7 +68,7 @@ def pointwise_map(name: str, x: Tensor) -> Tensor:
     >>> torch.autograd.grad(pointwise_map("elu", x).sum(), x)
     (tensor([0.3679, 1.0000]),)
     """
-    return x if name == "identity" else _PointwiseMap.apply(name, x)
+    return x if name == "identity" else _PointwiseMap.apply(name, x)  # type: ignore[no-untyped-call]
 
 
 class _PointwiseMap(torch.autograd.Function):

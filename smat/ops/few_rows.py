@@ -58,7 +58,7 @@ def attend_few_rows(
     log_decay, key_gate, write_weight, profile = gates
     wide = torch.promote_types(v.dtype, torch.float32)
     phi, psi = (pointwise_map(feature_map, x.to(wide)) for x in (q, k))
-    scores = _Products.apply(phi, psi)  # (B, H, R, T)
+    scores = _Products.apply(phi, psi)  # type: ignore[no-untyped-call]
     position = torch.arange(k.shape[1], device=k.device)
     distant = position < mask.boundaries(k.shape[1], k.device)[rows, None]
     seen = _seen_profiles(mask, rows, reads, wide)
@@ -76,7 +76,7 @@ def attend_few_rows(
         normalizer = scores.sum(-1, keepdim=True)
         is_empty = normalizer == 0
         scores = (scores / normalizer.masked_fill(is_empty, 1)).masked_fill(is_empty, 0)
-    return _Sums.apply(scores, v.to(wide))
+    return _Sums.apply(scores, v.to(wide))  # type: ignore[no-untyped-call]
 
 
 class _Products(torch.autograd.Function):

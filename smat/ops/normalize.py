@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
     >>> rms_norm(torch.tensor([3.0, -3.0]), torch.tensor([1.0, 2.0]), eps=0.0)
     tensor([ 1., -2.])
     """
-    return _RMSNorm.apply(x, weight, eps, num_groups)
+    return _RMSNorm.apply(x, weight, eps, num_groups)  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):

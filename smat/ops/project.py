@@ -24,7 +24,7 @@ def project(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weights = x.to(dtype), tuple(weight.to(dtype) for weight in weights)
-    return _Project.apply(x, *weights)
+    return _Project.apply(x, *weights)  # type: ignore[no-untyped-call]
 
 
 class _Project(torch.autograd.Function):

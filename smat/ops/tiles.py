@@ -56,7 +56,7 @@ class KeyTiles:
         return torch.bmm(self.to_end.mT, self.v).view(self.num_rows, self.block.num_chunks, -1)
 
     def scan(self, sums: Tensor, carry: Tensor) -> Tensor:
-        """Add the sums up behind the carried state: the state before each chunk, (N chunks, r, p)."""
+        """Add the sums up behind the carried state: what is before each chunk, (N chunks, r, p)."""
         before = torch.bmm(self.between[:, :-1, 1:], sums)
         before.addcmul_(self.between[:, :-1, :1], carry.flatten(1).unsqueeze(1))
         return before.view(-1, *carry.shape[1:])
