@@ -22,7 +22,7 @@ The accuracy is that of the last step, averaged over queries, examples and the f
 ARMS = recall_arms()
 CELLS = {f"width={width}": f"width {width}" for width in (16, 32, 64)}
 PRESETS = {
-    "quick": "64 tokens, one load (T = 32, 4 pairs), width 32, Mamba-2 alone and with d = 2, "
+    "quick": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 alone and with d = 2, "
     "1,000 steps of 64 examples",
     "standard": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
     "3,000 steps of 64 examples",
@@ -36,9 +36,7 @@ NUM_EPOCHS = 32
 
 def task_of(preset: str) -> MQAR:
     """Return the task of a preset."""
-    if preset == "quick":
-        return MQAR(64, train_loads=((32, 4, 25_600),), eval_loads=((32, 4),), num_eval=500)
-    if preset == "standard":
+    if preset != "paper":
         return MQAR(128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8),), num_eval=500)
     return MQAR(shuffle_batches=True)
 
