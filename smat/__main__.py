@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from smat.console import one_line_warnings
 from smat.extras import missing_extra
 
 CLI_PACKAGES = {"typer", "rich"}
@@ -19,7 +20,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _fail(missing_extra(error.name, "cli"))
     try:
-        app(args=arguments, prog_name="smat")
+        with one_line_warnings():
+            app(args=arguments, prog_name="smat")
     except (ValueError, ImportError, OSError) as error:
         return _fail(error)
     except SystemExit as end:  # how typer ends a command, successful or not

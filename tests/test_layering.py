@@ -11,6 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "smat"
 # Lowest first: a room may import from itself and from every room before it.
 ROOMS = [
     "extras",
+    "console",
     "shapes",
     "geometry",
     "masks",

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from smat.console import one_line_warnings
 from smat.experiments.execute import Outcome, attempt
 from smat.experiments.run import Run
 from smat.training import Progress
@@ -187,7 +188,7 @@ def serve(pipe: Connection, num_threads: int | None, device: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, OSError), one_line_warnings():
         while (job := pipe.recv()) is not None:
             run, folder = job
             pipe.send(
