@@ -64,9 +64,9 @@ def pointwise_backward_(name: str, value: Tensor, grad: Tensor) -> Tensor:
 def pointwise_map(name: str, x: Tensor) -> Tensor:
     """Apply a pointwise map, with a gradient.
 
-    >>> x = torch.tensor([-1.0, 2.0], requires_grad=True)
+    >>> x = torch.tensor([[-1.0, 2.0]], requires_grad=True)
     >>> torch.autograd.grad(pointwise_map("elu", x).sum(), x)
-    (tensor([0.3679, 1.0000]),)
+    (tensor([[0.3679, 1.0000]]),)
     """
     return x if name == "identity" else _PointwiseMap.apply(name, x)  # type: ignore[no-untyped-call]
 
