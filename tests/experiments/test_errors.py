@@ -1,5 +1,6 @@
 """A full disk, a damaged checkpoint, a missing extra: one clear line each, and nothing is lost."""
 
+import contextlib
 import os
 import resource
 import signal
@@ -103,24 +104,26 @@ def test_a_full_disk_stops_the_table_and_not_only_the_run(smat, small_disk):
     assert "runs are left, 1 failed; go on with:" in err
 
 
-@pytest.fixture
-def small_files():
-    """A limit on the size of files, which the system enforces as it does a full disk."""
+@contextlib.contextmanager
+def small_files(size):
+    """Limit the size of files, which the system enforces as it does a full disk.
+
+    Only for a few lines: pytest itself may be writing to a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
-    def limit(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
 
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path, small_files):
+def test_a_checkpoint_that_does_not_fit_leaves_the_one_before(tmp_path):
     save_checkpoint(tmp_path, {"step": 1})
-    small_files(100)
-    with pytest.raises(DiskFullError, match=f"no room for {tmp_path / CURRENT}: it needs"):
+    no_room = f"no room for {tmp_path / CURRENT}: it needs"
+    with pytest.raises(DiskFullError, match=no_room), small_files(100):
         save_checkpoint(tmp_path, {"step": 2})
     assert load_checkpoint(tmp_path) == ({"step": 1}, None)
     assert [path.name for path in tmp_path.iterdir()] == [CURRENT]
