@@ -162,16 +162,20 @@ def check_operations(
         which = BASELINES.get(name, name)
         found, expected = run(*short[which]), oracles[which](*exact[which])
         errors = {"output": relative_rms(found, expected)}
-        grads = _gradients(found, short[which]), _gradients(expected, exact[which])
+        grads = [
+            torch.autograd.grad(out, given, _weight(out.shape, out))
+            for out, given in ((found, short[which]), (expected, exact[which]))
+        ]
         errors["gradients"] = max(relative_rms(*pair) for pair in zip(*grads, strict=True))
         for (quantity, error), limit in zip(errors.items(), TOLERANCES[torch.float32], strict=True):
             checks.append(Check(name, quantity, f"T = {CHECK_LEN}", error, limit))
     return checks
 
 
-def _gradients(out: Tensor, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    weight = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=out.device)
-    return torch.autograd.grad(out, given, weight.view(out.shape).to(out.dtype))
+def _weight(shape: torch.Size, like: Tensor) -> Tensor:
+    """Make the gradient that comes back: one that differs from number to number."""
+    weight = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64, device=like.device)
+    return weight.view(shape).to(like.dtype)
 
 
 def _operations(
@@ -180,7 +184,8 @@ def _operations(
     inputs = draw_inputs(config, config.seq_len, device)
 
     def make(run: Run, given: tuple[Tensor, ...]) -> Callable[[], object]:
-        return lambda: _gradients(run(*given), given)
+        weight = _weight(given[0].shape, given[0])
+        return lambda: torch.autograd.grad(run(*given), given, weight)
 
     return {name: make(run, inputs[BASELINES.get(name, name)]) for name, run in operations.items()}
 

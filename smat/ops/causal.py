@@ -7,10 +7,10 @@ Within a recent window,
 
 and with gates every term carries exp(lambda_i - lambda_j), taken apart at the chunk's edges.
 
-The scan over the chunks of a block is one product with a lower-triangular matrix, ones or decay
-factors, so gated and ungated run the same code and no loop over chunks is left. One block of tiles
-is alive at a time: features are made for it, used while they are in cache, and dropped. The
-backward pass goes through the blocks in reverse and needs only the state at each block's start.
+The scan over the chunks of a block is a few products, so gated and ungated run the same code and no
+loop over chunks is left. One block of tiles is alive at a time: features are made for it, used
+while they are in cache, and dropped. The backward pass finds the states before all chunks again,
+from the keys alone, and then goes through the blocks in reverse.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from smat.ops.chunk_scan import ChunkScan
 from smat.ops.decay import ChunkDecay, LogDecay
 from smat.ops.pieces import Block
 from smat.ops.tiles import KeyTiles, QueryTiles
@@ -107,45 +108,36 @@ class CausalBranch:
 
     def forward(self) -> Iterator[tuple[Block, slice, Tensor]]:
         """Yield y (N, G, R, p) of the queries in each block that has any."""
-        carry = zero = self.source.zero_state()
-        windows = _Windows(zero, self.initial)
-        for block, taken in zip(self.blocks, self.taken(), strict=True):
-            carry = windows.enter(block, carry)
-            keys = self._keys(block)
-            sums = keys.chunk_sums()
-            windows.advance(keys, sums)
-            before, carry = carry, keys.advance(sums, carry)
-            if taken.stop == taken.start:
+        for keys, taken, before in self._walk():
+            if before is None:
                 continue
             queries = self._queries(keys, taken)
             scores = queries.hide_future_(torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT))
             y = torch.bmm(scores, queries.of_chunks(keys.v))
-            y.baddbmm_(queries.from_start, queries.of_chunks(keys.scan(sums, before)))
-            yield block, taken, queries.join(y)
+            y.baddbmm_(queries.from_start, queries.of_chunks(before))
+            yield keys.block, taken, queries.join(y)
 
     def backward(self) -> Iterator[BlockGrads]:
         """Yield the gradients of each block, last block first."""
         grad_carry = zero = self.source.zero_state()
         grad_windows: dict[int, Tensor] = {}
-        work = zip(self.blocks, self.taken(), self._starts(), strict=True)
-        for block, taken, carry in reversed(list(work)):
+        work = [(keys.block, taken, before) for keys, taken, before in self._walk()]
+        while work:
+            block, taken, before = work.pop()
             if block.ends_segment:
                 grad_carry = zero
             keys = self._keys(block)
             tiles = None
-            if taken.stop > taken.start:
+            if before is not None:
                 queries = self._queries(keys, taken)
-                before = keys.scan(keys.chunk_sums(), carry)
                 tiles = _TileGrads(queries, before, queries.cut(self.source.grad_y(taken)))
             # What arrives behind the block goes to its sums at once, and on to where it came from.
             arriving = torch.stack([grad_carry, *grad_windows.values()]).sum(0)
-            grad_sums = keys.sums_backward(arriving)
-            grad_carry = keys.carry_backward(grad_carry)
-            grad_windows = {edge: keys.carry_backward(x) for edge, x in grad_windows.items()}
-            if tiles is not None:
-                keys.scan_backward_(tiles.states, grad_sums, grad_carry)
-            grad_sums = grad_sums.view(-1, *zero.shape[1:])
-            yield _block_grads(keys, taken, tiles, grad_sums)
+            grad_before = None if tiles is None else tiles.states
+            grad_sums, grad_seen = keys.scan.backward(grad_before, arriving)
+            grad_carry = keys.scan.keep(grad_carry).add_(grad_seen)
+            grad_windows = {edge: keys.scan.keep(x) for edge, x in grad_windows.items()}
+            yield _block_grads(keys, taken, tiles, grad_sums.view(-1, *zero.shape[1:]))
             if block.begins_segment and block.boundary < block.start:
                 grad_windows[block.boundary] = grad_carry
             grad_windows.pop(block.start, None)
@@ -157,20 +149,19 @@ class CausalBranch:
             return None
         return ChunkDecay(self.decay, self.blocks, self.source.zero_state().dtype)
 
-    def _starts(self) -> list[Tensor]:
-        """Find the state at the start of every block again, from the keys alone."""
+    def _walk(self) -> Iterator[tuple[KeyTiles, slice, Tensor | None]]:
+        """Yield each block with the states before its chunks, (N C, r, p), if it has queries."""
         carry = zero = self.source.zero_state()
-        windows, starts = _Windows(zero, self.initial), []
-        for block in self.blocks:
+        windows = _Windows(zero, self.initial)
+        for block, taken in zip(self.blocks, self.taken(), strict=True):
             carry = windows.enter(block, carry)
-            starts.append(carry)
-            if block is self.blocks[-1]:
-                break
             keys = self._keys(block)
             sums = keys.chunk_sums()
-            carry = keys.advance(sums, carry)
-            windows.advance(keys, sums)
-        return starts
+            grown = keys.scan.grow(sums)
+            asked = taken.stop > taken.start
+            yield keys, taken, keys.scan.before(sums, grown, carry) if asked else None
+            carry = keys.scan.advance(grown, carry)
+            windows.advance(keys.scan, grown)
 
     def _keys(self, block: Block) -> KeyTiles:
         span = slice(block.start, block.stop)
@@ -243,7 +234,7 @@ class _Windows:
         self.states = {edge: state for edge, state in self.states.items() if edge > block.boundary}
         return carry
 
-    def advance(self, keys: KeyTiles, sums: Tensor) -> None:
+    def advance(self, scan: ChunkScan, grown: Tensor) -> None:
         """Add a block to every open window."""
         for edge, state in self.states.items():
-            self.states[edge] = keys.advance(sums, state)
+            self.states[edge] = scan.advance(grown, state)

@@ -20,6 +20,9 @@ from smat.ops.pieces import Block
 FORGETS = -1000.0
 
 
+Counts = Tensor | slice  # numbers of tokens, or a range of them
+
+
 class LogDecay:
     """Running sums of log-gates, (N, T) -> entries 0..T: entry t sums the first t gates.
 
@@ -38,28 +41,31 @@ class LogDecay:
         lost = gates - torch.diff(self.total, dim=-1, prepend=torch.zeros_like(gates[:, :1]))
         self.lost = lost.cumsum(-1)
 
-    def between(self, later: Tensor, earlier: Tensor, dtype: torch.dtype) -> Tensor:
+    def between(self, later: Counts, earlier: Counts, dtype: torch.dtype) -> Tensor:
         """Multiply the gates between pairs of token counts, (...) -> (N, ...)."""
-        difference = self.total[:, later] - self.total[:, earlier]
-        difference = difference + (self.lost[:, later] - self.lost[:, earlier])
-        return exp_or_zero_(difference.clamp_(max=0.0), dtype).to(dtype)
+        return factor(self.difference(later, earlier), dtype)
 
     def triangle(self, counts: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiply the gates between all pairs of counts, (..., C) -> (N, ..., C, C), lower."""
-        return lower_triangle(*self.parts(counts, counts[..., :1], dtype))
-
-    def parts(self, counts: Tensor, since: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Split running sums into two numbers of a dtype whose differences have all digits.
-
-        Relative to a count nearby, two fp32 numbers hold what one fp64 number does; two fp64
-        numbers hold the sums as they are.
-        """
-        total, lost = self.total[:, counts], self.lost[:, counts]
         if dtype == torch.float64:
-            return total, lost
-        relative = (total - self.total[:, since]) + (lost - self.lost[:, since])
-        coarse = relative.to(dtype)
-        return coarse, (relative - coarse).to(dtype)
+            return lower_triangle(self.total[:, counts], self.lost[:, counts])
+        return lower_triangle(*split(self.difference(counts, counts[..., :1]), dtype))
+
+    def difference(self, later: Counts, earlier: Counts) -> Tensor:
+        """Sum the gates between pairs of token counts, (...) -> (N, ...)."""
+        difference = self.total[:, later] - self.total[:, earlier]
+        return difference.add_(self.lost[:, later] - self.lost[:, earlier])
+
+
+def factor(difference: Tensor, dtype: torch.dtype) -> Tensor:
+    """Find what is left after gates with a given sum."""
+    return exp_or_zero_(difference.clamp(max=0.0), dtype).to(dtype)
+
+
+def split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split fp64 numbers into two of a narrower dtype, which hold nearly all their digits."""
+    coarse = x.to(dtype)
+    return coarse, (x - coarse).to(dtype)
 
 
 def lower_triangle(coarse: Tensor, fine: Tensor) -> Tensor:
@@ -96,9 +102,16 @@ class ChunkDecay:
             first[span] = tokens[span] - (tokens[span] - block.start) % block.tile
             last[span] = (first[span] + block.tile).clamp(max=block.stop)
         self.decay, self.dtype = decay, dtype
-        self.since_start = decay.between(tokens + 1, first, dtype)
-        self.until_end = decay.between(last, tokens + 1, dtype)
-        self.parts = decay.parts(tokens + 1, first, dtype)
+        after = slice(1, len(tokens) + 1)  # the count of tokens up to each, and with it
+        since_start = decay.difference(after, first)
+        self.since_start = factor(since_start, dtype)
+        self.until_end = decay.between(last, after, dtype)
+        # Sums whose differences within a chunk have all digits: in fp64 as they are.
+        self.parts = (
+            (decay.total[:, after], decay.lost[:, after])
+            if dtype == torch.float64
+            else split(since_start, dtype)
+        )
 
     def between(self, block: Block) -> Tensor:
         """What is left at each chunk edge of what was known at an earlier one, (N, K+1, K+1)."""

@@ -24,8 +24,8 @@ from smat.ops.pieces import cut_blocks
 from smat.ops.routing import Routing
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # rows x tokens of a share
-CPU_TILES, OTHER_TILES = 64, 1 << 12  # tiles of a block
-CPU_CHUNKS, OTHER_CHUNKS = 32, 64  # of a block: the scan within it costs their square
+CPU_TILES, OTHER_TILES = 128, 1 << 12  # tiles of a block
+MAX_CHUNKS = 64  # of a row in a block: the scan within it costs their root for each
 ALL = slice(None)
 
 
@@ -236,9 +236,8 @@ class Share:
 
 def chunks_per_block(num_rows: int, device: torch.device) -> int:
     """Choose how many chunks of each row to work off at once."""
-    is_cpu = device.type == "cpu"
-    tiles, chunks = (CPU_TILES, CPU_CHUNKS) if is_cpu else (OTHER_TILES, OTHER_CHUNKS)
-    return max(1, min(chunks, tiles // num_rows))
+    tiles = CPU_TILES if device.type == "cpu" else OTHER_TILES
+    return max(1, min(MAX_CHUNKS, tiles // num_rows))
 
 
 def inverse_or_zero(normalizer: Tensor) -> Tensor:

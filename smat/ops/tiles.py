@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from smat.ops.chunk_scan import ChunkScan, plain_scan
 from smat.ops.decay import ChunkDecay, lower_triangle
 from smat.ops.pieces import Block
 
@@ -15,8 +14,7 @@ from smat.ops.pieces import Block
 class KeyTiles:
     """A block's keys and values, and the scan over its chunks.
 
-    ``between`` (N, chunks + 1, chunks + 1) is lower-triangular: what is left at edge a of what was
-    known at edge b, ones without gates. ``to_end`` are the keys as they arrive at a chunk's end.
+    ``to_end`` are the keys as they arrive at a chunk's end.
     """
 
     def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: ChunkDecay | None) -> None:
@@ -24,11 +22,10 @@ class KeyTiles:
         self.block, self.decay, self.num_rows = block, decay, len(psi)
         self.psi, self.v = self.cut(psi), self.cut(v)
         if decay is None:
-            ones = _lower_ones(block.num_chunks + 1, psi.dtype, psi.device)
-            self.between = ones.expand(self.num_rows, -1, -1)
+            self.scan = plain_scan(self.num_rows, block.num_chunks, psi.dtype, psi.device)
             self.to_end = self.psi
             return
-        self.between = decay.between(block)
+        self.scan = ChunkScan(decay.between(block))
         self.until_end = self.cut_gates(decay.until_end)
         self.to_end = self.psi * self.until_end
 
@@ -54,32 +51,6 @@ class KeyTiles:
     def chunk_sums(self) -> Tensor:
         """Sum psi v' over each chunk, (N, chunks, r p)."""
         return torch.bmm(self.to_end.mT, self.v).view(self.num_rows, self.block.num_chunks, -1)
-
-    def scan(self, sums: Tensor, carry: Tensor) -> Tensor:
-        """Add the sums up behind the carried state: what is before each chunk, (N chunks, r, p)."""
-        before = torch.bmm(self.between[:, :-1, 1:], sums)
-        before.addcmul_(self.between[:, :-1, :1], carry.flatten(1).unsqueeze(1))
-        return before.view(-1, *carry.shape[1:])
-
-    def advance(self, sums: Tensor, state: Tensor) -> Tensor:
-        """Carry a window's state over the block whose chunk sums are known."""
-        last = self.between[:, -1:]
-        grown = torch.bmm(last[:, :, 1:], sums).view_as(state)
-        return torch.addcmul(grown, last[:, :, :1], state)
-
-    def sums_backward(self, grad_state: Tensor) -> Tensor:
-        """Take the gradient of a state behind the block to its chunk sums, (N, chunks, r p)."""
-        return self.between[:, -1:, 1:].mT * grad_state.flatten(1).unsqueeze(1)
-
-    def carry_backward(self, grad_state: Tensor) -> Tensor:
-        """Take the gradient of a state behind the block to the state before it."""
-        return self.between[:, -1:, :1] * grad_state
-
-    def scan_backward_(self, grad_before: Tensor, grad_sums: Tensor, grad_carry: Tensor) -> None:
-        """Add what the states before the chunks, (N chunks, r, p), give to sums and carry."""
-        flat = grad_before.view_as(grad_sums)
-        grad_sums.baddbmm_(self.between[:, :-1, 1:].mT, flat)
-        grad_carry.flatten(1).unsqueeze(1).baddbmm_(self.between[:, :-1, :1].mT, flat)
 
 
 class QueryTiles:
@@ -173,9 +144,3 @@ class QueryTiles:
             future = token > self.in_chunk[..., None]  # (chunks, width, tile); padding sees nothing
             tiles.unflatten(0, (-1, self.num_chunks)).masked_fill_(future[None, :, None], 0.0)
         return scores
-
-
-@lru_cache(maxsize=64)
-def _lower_ones(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.ones(size, size, dtype=dtype, device=device).tril_()
