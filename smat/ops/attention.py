@@ -17,16 +17,17 @@ from smat.ops.rows import Inputs, Share, inverse_or_zero
 DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight", "read_weight")
 
 
-def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Run Algorithm 1: the output (B, R, H, V) and the normaliser (B, R, H).
+def smat_forward(inputs: Inputs, num_kept: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Run Algorithm 1: the output (B, R, H, V), the normaliser (B, R, H), and kept type tables.
 
-    Both come in the dtype of the sums: the backward pass subtracts the output from the values, and
+    All come in the dtype of the sums: the backward pass subtracts the output from the values, and
     where gates are strong an output rounded to half precision would drown what is left.
     """
     q, v = inputs.q, inputs.v
     out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=inputs.dtype)
     normalizer = v.new_empty(*q.shape[:3], dtype=inputs.dtype)
-    for share in inputs.shares():
+    tables = v.new_empty(num_kept, dtype=inputs.dtype)
+    for share in inputs.shares(tables):
         # Lines 2-4: pool by profile, tabulate, read by type.
         distant = share.long_range.forward() if inputs.branch != "causal" else None
         # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles; add, divide once.
@@ -38,7 +39,7 @@ def smat_forward(inputs: Inputs) -> tuple[Tensor, Tensor]:
                 share.put_queries(total, normalizer, taken)
                 y = y * inverse_or_zero(total).unsqueeze(-1)
             share.put_queries(y, out, taken)
-    return out, normalizer
+    return out, normalizer, tables
 
 
 def _recent(share: Share) -> Iterator[tuple[Block, slice, Tensor]]:
@@ -54,12 +55,12 @@ def _recent(share: Share) -> Iterator[tuple[Block, slice, Tensor]]:
 
 
 def smat_backward(
-    inputs: Inputs, grad_out: Tensor, out: Tensor, normalizer: Tensor
+    inputs: Inputs, grad_out: Tensor, out: Tensor, normalizer: Tensor, tables: Tensor
 ) -> dict[str, Tensor]:
     """Find the gradient of every differentiable input, by name."""
     given = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
     grads = {name: torch.empty_like(x) for name, x in given.items() if x is not None}
-    for share in inputs.shares((grad_out, out, normalizer)):
+    for share in inputs.shares(tables, (grad_out, out, normalizer)):
         distant = share.long_range.backward() if inputs.branch != "causal" else None
         moved = None
         if share.decay is not None:

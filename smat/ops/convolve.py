@@ -8,6 +8,7 @@ input is saved.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE_ELEMENTS = 1 << 18
+MAX_CUTS = 8
 
 
 def convolve(
@@ -76,7 +78,7 @@ class _Convolve(torch.autograd.Function):
         ctx.activation = activation
         wide = _wide(x, weight)
         taps, out = weight.to(wide).t().contiguous(), torch.empty_like(x)
-        for tile in _tiles(x):
+        for tile in _tiles(x, first, len(taps)):
             z = _sum_taps(x, taps, bias, first, tile)
             out[tile] = F.silu(z, inplace=True) if activation else z
         return out
@@ -89,7 +91,7 @@ class _Convolve(torch.autograd.Function):
         taps = weight.to(wide).t().contiguous()
         grad_x = x.new_empty(x.shape, dtype=wide)
         grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(len(weight))
-        for tile in _tiles(x):
+        for tile in _tiles(x, first, len(taps)):
             grad_z = grad[tile].to(wide)
             if ctx.activation:
                 z = _sum_taps(x, taps, bias, first, tile)
@@ -110,17 +112,31 @@ def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
 
 
-def _tiles(x: Tensor) -> Iterator[tuple[slice, slice]]:
+def _tiles(x: Tensor, first: Tensor | None, width: int) -> Iterator[tuple[slice, slice]]:
     """Cut (B, T) into blocks of whole rows, or one row into spans, in order of time."""
     batch, length, channels = x.shape
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
+    if not _is_cheap_to_ask(x):
         yield slice(0, batch), slice(0, length)
         return
     tokens = max(1, TILE_ELEMENTS // max(1, channels))
     rows = max(1, tokens // max(1, length))
+    edges = {*range(0, length, tokens), length, *_hidden_edges(first, width)}
     for row in range(0, batch, rows):
-        for start in range(0, length, tokens):
-            yield slice(row, row + rows), slice(start, min(start + tokens, length))
+        for start, stop in itertools.pairwise(sorted(edges)):
+            yield slice(row, row + rows), slice(start, stop)
+
+
+def _hidden_edges(first: Tensor | None, width: int) -> list[int]:
+    """Say where tokens that may not look all the way back begin and end, if at a few places.
+
+    In tiles of their own they are all that has to be masked.
+    """
+    if first is None:
+        return []
+    token = torch.arange(first.shape[1], device=first.device)
+    hidden = ((token - (width - 1) < first) & (token >= width - 1)).any(0)
+    edges: list[int] = (torch.nonzero(hidden[1:] != hidden[:-1]).flatten() + 1).tolist()
+    return edges if len(edges) <= MAX_CUTS else []
 
 
 def _sum_taps(
@@ -129,7 +145,7 @@ def _sum_taps(
     """Return the sums before SiLU at a tile's tokens."""
     z = x[tile] * taps[-1]
     for lag in range(1, len(taps)):
-        at, seen = _before(x, lag, first, tile)
+        at, seen, _ = _before(x, lag, first, tile)
         z[:, at:].addcmul_(seen.to(z.dtype), taps[-1 - lag])
     return z if bias is None else z.add_(bias)
 
@@ -148,32 +164,43 @@ def _spread_taps(
     grad_x[tile] = grad_z * taps[-1]
     grad_taps[-1] += (grad_z * x[tile]).sum((0, 1))
     for lag in range(1, len(taps)):
-        at, seen = _before(x, lag, first, tile)
+        at, seen, hidden = _before(x, lag, first, tile)
         part = grad_z[:, at:]
         grad_taps[-1 - lag] += (part * seen).sum((0, 1))
-        if first is not None:
-            part = part.masked_fill(_is_hidden(lag, at, first, tile), 0)
+        if hidden is not None:
+            part = part.masked_fill(hidden, 0)
         begin = max(span.start + at - lag, 0)
         grad_x[rows, begin : begin + part.shape[1]].addcmul_(part, taps[-1 - lag])
 
 
 def _before(
     x: Tensor, lag: int, first: Tensor | None, tile: tuple[slice, slice]
-) -> tuple[int, Tensor]:
-    """Return the inputs `lag` before a tile's tokens, and the first of these that has one."""
+) -> tuple[int, Tensor, Tensor | None]:
+    """Return the inputs `lag` before a tile's tokens, where they begin, and what they hide.
+
+    That is the first token that has one, and a mask of those that may not look back so far.
+    """
     rows, span = tile
     length = span.stop - span.start
     at = min(max(lag - span.start, 0), length)
     begin = max(span.start + at - lag, 0)
     seen = x[rows, begin : begin + length - at]
-    if first is not None:
-        seen = seen.masked_fill(_is_hidden(lag, at, first, tile), 0)
-    return at, seen
+    hidden = None if first is None else _hidden(lag, at, first, tile)
+    return at, seen if hidden is None else seen.masked_fill(hidden, 0), hidden
 
 
-def _is_hidden(lag: int, at: int, first: Tensor, tile: tuple[slice, slice]) -> Tensor:
-    """Mark the tokens of a tile, from the at-th on, that may not look back by `lag`: (., ., 1)."""
+def _hidden(lag: int, at: int, first: Tensor, tile: tuple[slice, slice]) -> Tensor | None:
+    """Mark the tokens of a tile, from the at-th on, that may not look back by `lag`: (., ., 1).
+
+    None if there is none, as in most tiles, where looking is cheap.
+    """
     rows, span = tile
     token = torch.arange(span.start + at, span.stop, device=first.device)
     mine = first if len(first) == 1 else first[rows]
-    return (token - lag < mine[:, span.start + at : span.stop]).unsqueeze(-1)
+    hidden = (token - lag < mine[:, span.start + at : span.stop]).unsqueeze(-1)
+    return None if _is_cheap_to_ask(first) and not hidden.any() else hidden
+
+
+def _is_cheap_to_ask(x: Tensor) -> bool:
+    """Tell whether Python may look at numbers and cut arrays up at no cost."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()

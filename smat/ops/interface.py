@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
+from smat.masks.boundary import KeptBoundary
 from smat.ops.arguments import check_arguments, check_values, one_per_head, several_reads
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
@@ -108,7 +109,7 @@ def smat_attention(
     if before is not None:  # padding is gone, so that a map never meets what it held
         q, k = before(q), before(k)
     gates = (log_decay, key_gate, write_weight, profile)
-    options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
+    options = (cu_seqlens, mask, pointwise, normalize, branch)
     out = _attend(q, k, v, gates, reads, rows, options)
     if rows is None:
         out = padding.restore(out)
@@ -179,7 +180,7 @@ def smat_attention_at(
                 feature_map=pointwise, normalize=normalize, branch=branch,
             )  # fmt: skip
         return out.to(v.dtype)
-    options = (cu_seqlens, mask.recipe, pointwise, normalize, branch)
+    options = (cu_seqlens, mask, pointwise, normalize, branch)
     return _attend(q, k, v, gates, (query_type, read_weight), positions, options)
 
 
@@ -201,12 +202,31 @@ def _attend(
     query_type, read_weight = reads
     if read_weight is not None and query_type is not None and query_type.ndim == 3:
         query_type, read_weight = query_type.unsqueeze(-1), read_weight.unsqueeze(-1)
-    wide, _ = attend(
-        q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, rows,
-        *options,
+    cu_seqlens, mask, feature_map, normalize, branch = options
+    given = (q, k, v, log_decay, key_gate, write_weight, read_weight)
+    keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    num_kept = 0
+    if keeps and cu_seqlens is None and branch != "causal":
+        num_kept = _num_kept(k, v.shape[-1] + normalize, mask)
+    wide, *_ = attend(
+        *given, profile, query_type, rows, cu_seqlens, mask.recipe, feature_map, normalize, branch,
+        num_kept,
     )  # fmt: skip
     out = wide.to(v.dtype)
     return out if order is None else out[:, torch.argsort(order)]
+
+
+def _num_kept(k: Tensor, value_dim: int, mask: SMatMask) -> int:
+    """Count the numbers of type tables that the backward pass had better find than make again.
+
+    There is one for each head if the boundary stays and some query stands behind it; it is kept if
+    it is no larger than what is kept anyway, the queries, keys and values.
+    """
+    batch, length, heads, key_dim = k.shape
+    of_head = mask.geometry.num_types * key_dim * value_dim
+    stays = isinstance(mask.schedule, KeptBoundary) and 0 < mask.schedule.num_distant < length
+    is_small = of_head <= length * (2 * key_dim + value_dim)
+    return batch * heads * of_head if stays and is_small else 0
 
 
 def _check_branch(branch: str) -> None:

@@ -78,6 +78,7 @@ class LongRangeBranch:
     source: Source
     decay: LogDecay | None
     routing: Routing
+    kept: Tensor | None = None  # (N B r p,), room for the type table of an only fold
 
     @cached_property
     def psi(self) -> Tensor:
@@ -105,7 +106,7 @@ class LongRangeBranch:
         y = OfQueries()
         phi = self._load(self.source.phi)
         for features in self._feature_blocks():
-            for segment, table in self._type_tables(features):
+            for segment, table in self._make_type_tables(features):
                 taken = self.routing.taken(segment)
                 if taken.stop == taken.start:
                     continue
@@ -126,9 +127,9 @@ class LongRangeBranch:
     def backward(self) -> LongRangeGrads:
         """Find the branch's gradients.
 
-        The type tables are folded again, forwards, for the queries' gradients; the keys' gradients
-        come from a table of gradients that is folded backwards, since a key that is distant for one
-        query is distant for every later one.
+        The type tables, unless one was kept, are folded again, forwards, for the queries'
+        gradients; the keys' gradients come from a table of gradients that is folded backwards,
+        since a key that is distant for one query is distant for every later one.
         """
         of_keys = torch.zeros_like(self.psi), torch.zeros_like(self.v)
         grads = LongRangeGrads(OfQueries(), OfQueries(), *of_keys)
@@ -230,6 +231,13 @@ class LongRangeBranch:
             grads.v[:, span] += keys.read(self._at_boundary(start, stop, features), grad_pooled)
 
     def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
+        """Give every segment its type table, the kept one or one made again."""
+        if self.kept is None or not self.routing.folds():
+            yield from self._make_type_tables(features)
+        else:
+            yield self.routing.folds()[0], self._kept_table(features, self.kept)
+
+    def _make_type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
         """Give every segment its type table U = C F, F <- decay F + the newly distant keys."""
         pooled: Tensor | None = None
         start = 0
@@ -241,17 +249,32 @@ class LongRangeBranch:
                 self._at_boundary(start, stop, features), self.v[:, start:stop], "pooled", pooled
             )
             start = stop
-            yield segment, self._transform(tabulate_tables, pooled, "type_table")
+            room = None if self.kept is None else self._kept_table(features, self.kept)
+            yield segment, self._transform(tabulate_tables, pooled, "type_table", room)
 
-    def _transform(self, transform: Callable[..., Tensor], table: Tensor, name: str) -> Tensor:
-        """Tabulate or back-project (N, ., r, p) tables, into scratch memory."""
+    def _transform(
+        self,
+        transform: Callable[..., Tensor],
+        table: Tensor,
+        name: str,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Tabulate or back-project (N, ., r, p) tables, into given or scratch memory."""
         geometry = self.routing.geometry
         num_rows, _, *state = table.shape
         to_types = transform is tabulate_tables
         num_answers = geometry.num_types if to_types else geometry.num_profiles
-        out = scratch(name, (num_rows, num_answers, *state), table)
+        if out is None:
+            out = scratch(name, (num_rows, num_answers, *state), table)
         transform(table.flatten(2), geometry.field_size, geometry.ambient_dim, out=out.flatten(2))
         return out
+
+    def _kept_table(self, features: slice, kept: Tensor) -> Tensor:
+        """Return the kept memory of a block of features, (N, B, r', p)."""
+        num_rows, _, value_dim = self.v.shape
+        num_types = self.routing.geometry.num_types
+        part = kept.view(self.psi.shape[-1], -1)[features]
+        return part.view(num_rows, num_types, -1, value_dim)
 
     def _feature_blocks(self) -> Iterator[slice]:
         """Cut the features so that one block's table stays small."""
@@ -261,7 +284,7 @@ class LongRangeBranch:
         num_blocks = -(-key_dim * per_feature // TABLE_BYTES)
         width = -(-key_dim // min(num_blocks, key_dim)) if num_blocks else key_dim
         for start in range(0, key_dim, width):
-            yield slice(start, start + width)
+            yield slice(start, min(start + width, key_dim))
 
     def _at_boundary(self, start: int, stop: int, features: slice) -> Tensor:
         """Take a range of keys as they arrive at its end."""

@@ -46,7 +46,8 @@ def attend(
     feature_map: str,
     normalize: bool,
     branch: str,
-) -> tuple[Tensor, Tensor]:
+    num_kept: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Attend under a mask given by its recipe: the operator that autograd and compilers see."""
     tensors = (
         q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, positions,
@@ -56,14 +57,15 @@ def attend(
     check_values(log_decay, profile, query_type, cu_seqlens, positions, inputs.mask, k.shape[1])
     keep_freed_pages()
     with torch.autocast(q.device.type, enabled=False):  # sums keep the dtype that the op chose
-        return smat_forward(inputs)
+        return smat_forward(inputs, num_kept)
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(v.dtype, torch.float32)
-    out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=wide)
-    return out, v.new_empty(*q.shape[:3], dtype=wide)
+def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wide, num_kept = torch.promote_types(v.dtype, torch.float32), rest[-1]
+    shapes = (*q.shape[:3], v.shape[-1]), q.shape[:3], (num_kept,)
+    out, normalizer, tables = (v.new_empty(shape, dtype=wide) for shape in shapes)
+    return out, normalizer, tables
 
 
 @torch.library.custom_op("smat::attend_backward", mutates_args=())
@@ -71,6 +73,7 @@ def attend_backward(
     grad_out: Tensor,
     out: Tensor,
     normalizer: Tensor,
+    tables: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -95,22 +98,28 @@ def attend_backward(
     inputs = _inputs(tensors, mask, feature_map, normalize, branch)
     keep_freed_pages()
     with torch.autocast(q.device.type, enabled=False):
-        return list(smat_backward(inputs, grad_out, out, normalizer).values())
+        return list(smat_backward(inputs, grad_out, out, normalizer, tables).values())
 
 
 @attend_backward.register_fake
-def _(grad_out: Tensor, out: Tensor, normalizer: Tensor, *rest: Any) -> list[Tensor]:
+def _(
+    grad_out: Tensor, out: Tensor, normalizer: Tensor, tables: Tensor, *rest: Any
+) -> list[Tensor]:
     return [torch.empty_like(x) for x in rest[:NUM_DIFFERENTIABLE] if x is not None]
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*output, *inputs[:NUM_TENSORS])
     ctx.options = inputs[NUM_TENSORS:]
+    ctx.set_materialize_grads(False)  # tables have none, and zeros of their size would cost
 
 
-def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
-    out, normalizer, *tensors = ctx.saved_tensors
-    grads = iter(attend_backward(grad_out, out, normalizer, *tensors, *ctx.options))
+def _backward(ctx: Any, grad_out: Tensor | None, *_: Tensor | None) -> tuple[Any, ...]:
+    out, normalizer, tables, *tensors = ctx.saved_tensors
+    if grad_out is None:
+        return (None,) * (len(tensors) + len(ctx.options))
+    options = ctx.options[:-1]  # how much was kept is seen from the tables
+    grads = iter(attend_backward(grad_out, out, normalizer, tables, *tensors, *options))
     named = [None if x is None else next(grads) for x in tensors[:NUM_DIFFERENTIABLE]]
     return (*named, *[None] * (len(tensors) + len(ctx.options) - NUM_DIFFERENTIABLE))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -63,8 +63,15 @@ class Inputs:
         """The number of query heads that share a key head."""
         return self.q.shape[2] // self.k.shape[2]
 
-    def shares(self, answer: tuple[Tensor, Tensor, Tensor] | None = None) -> Iterator[Share]:
-        """Cut the work into shares: whole sequences of a few heads or batch rows each."""
+    def shares(
+        self, tables: Tensor, answer: tuple[Tensor, Tensor, Tensor] | None = None
+    ) -> Iterator[Share]:
+        """Cut the work into shares: whole sequences of a few heads or batch rows each.
+
+        Each has its part of `tables`, the type tables that are kept for the backward pass, if any.
+        """
+        of_row = tables.view(self.k.shape[0] * self.k.shape[2], -1) if len(tables) else None
+        done = 0
         num_batch, num_heads = self.k.shape[0], self.k.shape[2]
         budget = CPU_TOKENS if self.k.device.type == "cpu" else OTHER_TOKENS
         for span, mask in self._sequences():
@@ -75,7 +82,12 @@ class Inputs:
             for first in range(0, num_batch, batch):
                 for head in range(0, num_heads, heads):
                     rows = slice(first, first + batch), slice(head, head + heads)
-                    yield Share(self, *rows, span, taken, positions, mask, answer)
+                    share = Share(self, *rows, span, taken, positions, mask, answer)
+                    if of_row is not None:
+                        kept = of_row[done : done + share.num_rows].view(-1)
+                        share = replace(share, kept=kept)
+                    done += share.num_rows
+                    yield share
 
     def _sequences(self) -> Iterator[tuple[slice, SMatMask]]:
         if self.cu_seqlens is None:
@@ -108,6 +120,7 @@ class Share:
     positions: Tensor | None
     mask: SMatMask
     answer: tuple[Tensor, Tensor, Tensor] | None = None  # gradient of out, out, normaliser
+    kept: Tensor | None = None  # memory for the type table
 
     @property
     def num_rows(self) -> int:
@@ -207,7 +220,7 @@ class Share:
     @property
     def long_range(self) -> LongRangeBranch:
         """The long-range branch of the share."""
-        return LongRangeBranch(self, self.decay, self._routing())
+        return LongRangeBranch(self, self.decay, self._routing(), self.kept)
 
     def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.

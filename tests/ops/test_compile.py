@@ -97,11 +97,15 @@ def test_a_mask_is_part_of_the_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_operator_keeps_its_promises(dtype):
+@pytest.mark.parametrize("keeps_tables", [True, False])
+def test_the_operator_keeps_its_promises(dtype, keeps_tables):
     """Fake outputs like the real ones, no hidden mutation or aliasing, a traceable backward."""
-    own = leaves(arguments("gated", 24))
+    own = leaves(arguments("gated", 80 if keeps_tables else 24))
     tensors = [own[name].detach().to(dtype).requires_grad_() for name in own]
-    options = (None, None, None, None, None, MASK.recipe, "elu", True, "both")
+    batch, _, heads, key_dim = own["k"].shape
+    state = key_dim * (own["v"].shape[-1] + 1)
+    num_kept = batch * heads * MASK.geometry.num_types * state if keeps_tables else 0
+    options = (None, None, None, None, None, MASK.recipe, "elu", True, "both", num_kept)
     torch.library.opcheck(attend, (*tensors, *options))
 
 

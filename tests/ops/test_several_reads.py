@@ -169,8 +169,9 @@ def test_products_of_weighted_visits_equal_loops(num_tokens, hot):
     torch.testing.assert_close(grads[1], torch.einsum("ntr,ntkrp,ntp->ntk", left, of_token, grad))
 
 
+@pytest.mark.parametrize("keeps_tables", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_operator_keeps_its_promises(dtype):
+def test_the_operator_keeps_its_promises(dtype, keeps_tables):
     mask = smat.SMatMask(24, 3, 8, field_size=3)
     inputs = with_reads(mask, 24)
     inputs["read_weight"] = inputs["read_weight"].abs()
@@ -178,10 +179,13 @@ def test_the_operator_keeps_its_promises(dtype):
         inputs[name].to(dtype).requires_grad_()
         for name in ("q", "k", "v", "log_decay", "write_weight", "read_weight")
     )
+    batch, _, heads, key_dim = k.shape
+    state = key_dim * (v.shape[-1] + 1)
+    num_kept = batch * heads * mask.geometry.num_types * state if keeps_tables else 0
     torch.library.opcheck(
         operator,
         (q, k, v, log_decay, None, write_weight, read_weight, inputs["profile"],
-         inputs["query_type"], None, None, mask.recipe, "elu", True, "both"),
+         inputs["query_type"], None, None, mask.recipe, "elu", True, "both", num_kept),
     )  # fmt: skip
 
 
