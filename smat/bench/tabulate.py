@@ -13,7 +13,7 @@ from smat.bench.checks import TOLERANCES, Check, relative_rms, require_passed
 from smat.bench.environment import describe_environment
 from smat.bench.memory import Workload, peak_extra_bytes
 from smat.bench.timing import Candidate, NoProgress, Progress, Timing, measure, synchronizer
-from smat.geometry import Geometry, hyperplanes, radon
+from smat.geometry import Geometry, hyperplanes, radon, shears
 
 CHECK_COLUMNS = 3
 DEFAULT_CASES = ((37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5))
@@ -197,9 +197,7 @@ def _index_bytes(method: str, geometry: Geometry, device: torch.device) -> int:
         tables = [radon.incident_points(q, ambient_dim, device)] if ambient_dim else []
     else:
         tables = [
-            index
-            for lower_dim in range(2, ambient_dim + 1)
-            for index in radon.shear_indices(q, lower_dim, device)
+            table for stage in shears.tabulation_stages(q, ambient_dim, device) for table in stage
         ]
     return sum(index.numel() * index.element_size() for index in tables)
 

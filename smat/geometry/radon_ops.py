@@ -21,6 +21,8 @@ def _run(
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
     stack = wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]).contiguous()
     rows = transform(stack, field_size, ambient_dim, method)
+    if rows.data_ptr() == stack.data_ptr():  # an operator returns memory of its own
+        rows = rows.clone()
     return rows.reshape(*table.shape[:-2], *rows.shape[-2:]).to(table.dtype)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat import Geometry
-from smat.geometry import radon
+from smat.geometry import radon, shears
 
 SIZES = [*itertools.product((2, 3, 5, 7), (2, 3, 4, 5)), (23, 4), (11, 5)]
 
@@ -71,14 +71,14 @@ def test_index_tables_name_every_term(field_size, vc_dim):
     device = torch.device("cpu")
     entries = 0
     for dim in range(2, vc_dim):
-        shears = radon.shear_indices(field_size, dim, device)
-        unshears = radon.unshear_indices(field_size, dim, device)
-        assert len(shears) == len(unshears) == dim - 1
-        for index in (*shears, *unshears):
+        sheared = shears.shear_indices(field_size, dim, device)
+        spread = shears.unshear_indices(field_size, dim, device)
+        assert len(sheared) == len(spread) == dim - 1
+        for index in (*sheared, *spread):
             assert index.shape == (field_size**dim, field_size)
             # Every row of the input is used q times: a shear only moves states.
             assert (index.flatten().bincount() == field_size).all()
-        entries += sum(index.numel() for index in shears) + field_size**dim
+        entries += sum(index.numel() for index in sheared) + field_size**dim
     assert entries == Geometry(vc_dim, field_size).tabulation_cost()
 
 
