@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
 from smat.masks import SMatMask, type_through_cell
+from smat.ops.chosen_scores import chosen_scores
 
 
 class TypeReads(NamedTuple):
@@ -34,7 +35,8 @@ class TopTypes(nn.Module):
 
     Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
 
-    Cost: T B hidden_size, and T B numbers at once, B = `geometry.num_types` ~ T^(1 - 1/d).
+    Cost: T B hidden_size, and T B numbers at once, B = `geometry.num_types` ~ T^(1 - 1/d); the
+    backward pass T k hidden_size.
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
 
@@ -56,9 +58,11 @@ class TopTypes(nn.Module):
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
         """Select; the query's own profile is of no interest."""
-        scores = self.scores(hidden)
-        query_type = _highest(scores.detach(), self.num_reads)
-        return TypeReads(query_type, scores.gather(-1, query_type).softmax(-1))
+        with torch.no_grad():
+            scores = self.scores(hidden)
+            query_type = _highest(scores, self.num_reads)
+        score = chosen_scores(scores, query_type, hidden, self.scorer.weight, self.scorer.bias)
+        return TypeReads(query_type, score.softmax(-1))
 
 
 class FactoredTopTypes(nn.Module):

@@ -1,9 +1,11 @@
-"""Norm, projections and features with gradients of their own, against autograd's."""
+"""Norm, projections, scores and features with gradients of their own, against autograd's."""
 
 import pytest
 import torch
 
+from smat.layers.selectors import _highest
 from smat.ops import normalize
+from smat.ops.chosen_scores import chosen_scores
 from smat.ops.decay import exp_or_zero_
 from smat.ops.feature_maps import pointwise_map
 from smat.ops.normalize import rms_norm
@@ -73,3 +75,29 @@ def test_exponentials_have_no_subnormal_numbers(dtype):
     assert exp_or_zero_(torch.tensor([-torch.inf], dtype=dtype)) == 0
     wide = exp_or_zero_(torch.tensor([-90.0], dtype=torch.float64), torch.float32)
     assert wide == 0
+
+
+@pytest.mark.parametrize("shape", [(2, 30), (7,), (0,)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_chosen_scores_have_the_gradients_of_all_scores_at_the_chosen(shape, dtype):
+    heads, classes, width = 3, 5, 4
+    x, weight, bias = (
+        draw(*size, dtype=dtype, seed=seed).detach().requires_grad_()
+        for seed, size in enumerate([(*shape, width), (heads * classes, width), (heads * classes,)])
+    )
+    dense = (x.double() @ weight.double().T + bias.double()).unflatten(-1, (heads, classes))
+    chosen = dense.topk(2).indices
+    pull = draw(*chosen.shape, seed=3).detach()
+    expected = torch.autograd.grad(dense.gather(-1, chosen), (x, weight, bias), pull)
+    wide = torch.promote_types(dtype, torch.float32)
+    some = chosen_scores(dense.detach().to(wide), chosen, x, weight, bias)
+    assert torch.equal(some, dense.detach().gather(-1, chosen).to(wide))
+    found = torch.autograd.grad(some, (x, weight, bias), pull.to(wide))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other.to(dtype))
+
+
+def test_highest_finds_what_topk_finds():
+    for size in (4, 100, 300):
+        scores = draw(20, size).detach()
+        assert torch.equal(_highest(scores, 4), scores.topk(4).indices)
