@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import smat
+from smat.machine import processor_name, source_commit
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
@@ -19,7 +18,7 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": platform.machine(),
-        "processor": _processor(),
+        "processor": processor_name(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "num_cores": os.cpu_count(),
         "num_threads": torch.get_num_threads(),
@@ -28,34 +27,5 @@ def describe_environment(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "smat": smat.__version__,
-        "commit": _commit(),
+        "commit": source_commit(),
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())
-
-
-def _commit() -> str | None:
-    """Name the commit of the source, with a + if files differ from it; None outside a checkout."""
-    root = Path(smat.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        commit = _git(root, "rev-parse", "HEAD")
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return f"{commit}+" if changed else commit
-
-
-def _git(root: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10
-    )
-    return done.stdout.strip()

@@ -19,8 +19,8 @@ import torch
 from smat.console import one_line_warnings
 from smat.experiments.execute import Outcome, attempt
 from smat.experiments.run import Run
+from smat.machine import num_cores
 from smat.training import Progress
-from smat.training.machine import num_cores
 
 ASK_SECONDS = 0.1  # how often a run asks whether to stop
 END_SECONDS = 10.0  # how long an idle process may take to end

@@ -16,11 +16,11 @@ from torch import nn
 from smat.experiments.plain import disagreement
 from smat.experiments.records import make_record
 from smat.experiments.run import Run
+from smat.machine import keep_freed_memory
 from smat.tasks.task import seed_of
 from smat.training import Interrupted, Progress, train
 from smat.training.fabric import make_fabric
 from smat.training.files import write_atomically
-from smat.training.machine import keep_freed_memory
 
 # What a user can act on needs no traceback.
 EXPECTED = (ValueError, OSError, ArithmeticError, ImportError)

@@ -11,8 +11,8 @@ from typing import Any
 
 from smat.experiments.plain import disagreement
 from smat.experiments.run import Run
+from smat.machine import PACKAGE, describe_hardware, source_commit
 from smat.training.files import write_atomically
-from smat.training.machine import PACKAGE, describe_hardware, source_commit
 
 VERSION = 1
 ROOT = Path("out/experiments")

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import resource
 import torch
-from smat.training.machine import keep_freed_memory
+from smat.machine import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parent
 # Parameters of mallopt, by the names that its manual has.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 1 << 30
