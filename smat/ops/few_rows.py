@@ -9,11 +9,9 @@ sequences, are read from tables.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from smat.masks import SMatMask
 from smat.ops.decay import LogDecay
@@ -58,7 +56,7 @@ def attend_few_rows(
     log_decay, key_gate, write_weight, profile = gates
     wide = torch.promote_types(v.dtype, torch.float32)
     phi, psi = (pointwise_map(feature_map, x.to(wide)) for x in (q, k))
-    scores = _Products.apply(phi, psi)  # type: ignore[no-untyped-call]
+    scores = _products(phi, psi)
     position = torch.arange(k.shape[1], device=k.device)
     distant = position < mask.boundaries(k.shape[1], k.device)[rows, None]
     seen = _seen_profiles(mask, rows, reads, wide)
@@ -76,56 +74,22 @@ def attend_few_rows(
         normalizer = scores.sum(-1, keepdim=True)
         is_empty = normalizer == 0
         scores = (scores / normalizer.masked_fill(is_empty, 1)).masked_fill(is_empty, 0)
-    return _Sums.apply(scores, v.to(wide))  # type: ignore[no-untyped-call]
-
-
-class _Products(torch.autograd.Function):
-    """Products of rows (B, R, H, K) and keys (B, T, H, K), (B, H, R, T).
-
-    Head by head, so that no key is laid out anew, forward or backward.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, keys: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, keys)
-        return _products(rows, keys)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        rows, keys = ctx.saved_tensors
-        return _sums(grad, keys), _spread(grad, rows)
-
-
-class _Sums(torch.autograd.Function):
-    """Sums of values (B, T, H, V) under scores (B, H, R, T), (B, R, H, V)."""
-
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, values: Tensor) -> Tensor:
-        ctx.save_for_backward(scores, values)
-        return _sums(scores, values)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        scores, values = ctx.saved_tensors
-        return _products(grad, values), _spread(scores, grad)
+    return _sums(scores, v.to(wide))
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
+    """Multiply rows (B, R, H, K) by keys (B, T, H, K), (B, H, R, T).
+
+    Head by head, and the keys first, so that no key is laid out anew, forward or backward.
+    """
     heads = zip(rows.unbind(2), keys.unbind(2), strict=True)
-    return torch.stack([row @ key.transpose(1, 2) for row, key in heads], 1)
+    return torch.stack([(key @ row.mT).mT for row, key in heads], 1)
 
 
 def _sums(scores: Tensor, values: Tensor) -> Tensor:
+    """Sum values (B, T, H, V) under scores (B, H, R, T), (B, R, H, V)."""
     heads = zip(scores.unbind(1), values.unbind(2), strict=True)
     return torch.stack([score @ value for score, value in heads], 2)
-
-
-def _spread(scores: Tensor, rows: Tensor) -> Tensor:
-    """Give every key its part of the rows, (B, H, R, T) and (B, R, H, K) -> (B, T, H, K)."""
-    heads = zip(scores.unbind(1), rows.unbind(2), strict=True)
-    return torch.stack([score.transpose(1, 2) @ row for score, row in heads], 2)
 
 
 def _per_key(x: Tensor, dtype: torch.dtype) -> Tensor:
