@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "smat"
 ROOMS = [
     "extras",
     "console",
+    "machine",
     "shapes",
     "geometry",
     "masks",
