@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TILE_ELEMENTS = 1 << 18
-MAX_CUTS = 8
+MAX_EDGES = 8
 
 
 def convolve(
@@ -78,8 +78,8 @@ class _Convolve(torch.autograd.Function):
         ctx.activation = activation
         wide = _wide(x, weight)
         taps, out = weight.to(wide).t().contiguous(), torch.empty_like(x)
-        for tile in _tiles(x, first, len(taps)):
-            z = _sum_taps(x, taps, bias, first, tile)
+        for tile, since in _tiles(x, first, len(taps)):
+            z = _sum_taps(x, taps, bias, since, tile)
             out[tile] = F.silu(z, inplace=True) if activation else z
         return out
 
@@ -91,12 +91,12 @@ class _Convolve(torch.autograd.Function):
         taps = weight.to(wide).t().contiguous()
         grad_x = x.new_empty(x.shape, dtype=wide)
         grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(len(weight))
-        for tile in _tiles(x, first, len(taps)):
+        for tile, since in _tiles(x, first, len(taps)):
             grad_z = grad[tile].to(wide)
             if ctx.activation:
-                z = _sum_taps(x, taps, bias, first, tile)
+                z = _sum_taps(x, taps, bias, since, tile)
                 grad_z = torch.ops.aten.silu_backward(grad_z, z)
-            _spread_taps(grad_z, x, taps, first, tile, grad_x, grad_taps)
+            _spread_taps(grad_z, x, taps, since, tile, grad_x, grad_taps)
             if bias is not None:
                 grad_bias += grad_z.sum((0, 1))
         return (
@@ -112,31 +112,38 @@ def _wide(x: Tensor, weight: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, weight.dtype), torch.float32)
 
 
-def _tiles(x: Tensor, first: Tensor | None, width: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (B, T) into blocks of whole rows, or one row into spans, in order of time."""
+def _tiles(
+    x: Tensor, first: Tensor | None, width: int
+) -> Iterator[tuple[tuple[slice, slice], Tensor | None]]:
+    """Cut (B, T) into blocks of whole rows, or one row into spans, in order of time.
+
+    With each comes `first`, or None if all of its tokens may look back as far as they like.
+    """
     batch, length, channels = x.shape
-    if not _is_cheap_to_ask(x):
-        yield slice(0, batch), slice(0, length)
+    if torch.compiler.is_compiling() or x.device.type != "cpu":
+        yield (slice(0, batch), slice(0, length)), first
         return
     tokens = max(1, TILE_ELEMENTS // max(1, channels))
     rows = max(1, tokens // max(1, length))
-    edges = {*range(0, length, tokens), length, *_hidden_edges(first, width)}
+    hidden = [] if first is None else _hidden_runs(first, width)
+    edges = {*range(0, length, tokens), length, *itertools.chain(*hidden)}
     for row in range(0, batch, rows):
         for start, stop in itertools.pairwise(sorted(edges)):
-            yield slice(row, row + rows), slice(start, stop)
+            is_hidden = any(begin <= start < end for begin, end in hidden)
+            yield (slice(row, row + rows), slice(start, stop)), first if is_hidden else None
 
 
-def _hidden_edges(first: Tensor | None, width: int) -> list[int]:
-    """Say where tokens that may not look all the way back begin and end, if at a few places.
+def _hidden_runs(first: Tensor, width: int) -> list[tuple[int, int]]:
+    """Find the runs of tokens that may not look all the way back: what has to be masked.
 
-    In tiles of their own they are all that has to be masked.
+    Where they are many, one run holds them all.
     """
-    if first is None:
-        return []
     token = torch.arange(first.shape[1], device=first.device)
-    hidden = ((token - (width - 1) < first) & (token >= width - 1)).any(0)
-    edges: list[int] = (torch.nonzero(hidden[1:] != hidden[:-1]).flatten() + 1).tolist()
-    return edges if len(edges) <= MAX_CUTS else []
+    hidden = F.pad((first > (token - width + 1).clamp(min=0)).any(0), (1, 1))
+    edges = torch.nonzero(hidden[1:] != hidden[:-1]).flatten().tolist()
+    if len(edges) > MAX_EDGES:
+        edges = [edges[0], edges[-1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def _sum_taps(
@@ -185,22 +192,9 @@ def _before(
     at = min(max(lag - span.start, 0), length)
     begin = max(span.start + at - lag, 0)
     seen = x[rows, begin : begin + length - at]
-    hidden = None if first is None else _hidden(lag, at, first, tile)
-    return at, seen if hidden is None else seen.masked_fill(hidden, 0), hidden
-
-
-def _hidden(lag: int, at: int, first: Tensor, tile: tuple[slice, slice]) -> Tensor | None:
-    """Mark the tokens of a tile, from the at-th on, that may not look back by `lag`: (., ., 1).
-
-    None if there is none, as in most tiles, where looking is cheap.
-    """
-    rows, span = tile
+    if first is None:
+        return at, seen, None
     token = torch.arange(span.start + at, span.stop, device=first.device)
     mine = first if len(first) == 1 else first[rows]
     hidden = (token - lag < mine[:, span.start + at : span.stop]).unsqueeze(-1)
-    return None if _is_cheap_to_ask(first) and not hidden.any() else hidden
-
-
-def _is_cheap_to_ask(x: Tensor) -> bool:
-    """Tell whether Python may look at numbers and cut arrays up at no cost."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return at, seen.masked_fill(hidden, 0), hidden
