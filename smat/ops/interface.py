@@ -20,6 +20,7 @@ from smat.ops.padding import Padding
 if TYPE_CHECKING:
     from smat.ops.decode import SMatState
 
+MAX_KEPT = 1 << 24  # numbers of type tables
 BRANCHES = ("both", "causal", "long_range")
 
 
@@ -219,14 +220,16 @@ def _attend(
 def _num_kept(k: Tensor, value_dim: int, mask: SMatMask) -> int:
     """Count the numbers of type tables that the backward pass had better find than make again.
 
-    There is one for each head if the boundary stays and some query stands behind it; it is kept if
-    it is no larger than what is kept anyway, the queries, keys and values.
+    There is one for each head if the boundary stays and some query stands behind it. They are kept
+    if they are no larger than what is kept anyway, the queries, keys and values, and not large:
+    of long sequences they would take memory that is dearer than a few sums.
     """
     batch, length, heads, key_dim = k.shape
     of_head = mask.geometry.num_types * key_dim * value_dim
     stays = isinstance(mask.schedule, KeptBoundary) and 0 < mask.schedule.num_distant < length
     is_small = of_head <= length * (2 * key_dim + value_dim)
-    return batch * heads * of_head if stays and is_small else 0
+    num_kept = batch * heads * of_head
+    return num_kept if stays and is_small and num_kept <= MAX_KEPT else 0
 
 
 def _check_branch(branch: str) -> None:
