@@ -4,7 +4,7 @@ One product with a lower-triangular matrix, ones or decay factors, would do it, 
 costs the square of the number of chunks, and what lies below its diagonal is of rank one: the state
 at an edge, decayed. So chunks stand in groups. Products within groups, a small product over the
 edges of the groups, and one pass that hands every chunk the state at its group's start make two
-levels that cost a multiple of the square root less.
+levels: what a chunk costs grows with the root of their number.
 """
 
 from __future__ import annotations
