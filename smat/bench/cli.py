@@ -240,6 +240,7 @@ def layers(
     batch: Batch = 1,
     heads: Heads = 4,
     head_dim: Annotated[int, typer.Option(help="Width of a head, and of its state.")] = 64,
+    num_groups: Annotated[int, typer.Option(help="Groups of heads that share B and C.")] = 1,
     vc_dim: Annotated[int, typer.Option(help="VC dimension d of the memories.")] = 3,
     num_reads: Annotated[int, typer.Option(help="Types that a query reads.")] = 4,
     repeats: Repeats = None,
@@ -249,7 +250,7 @@ def layers(
 ) -> None:
     """Time Mamba-2 and Gated DeltaNet beside transformers, and with a learned memory."""
     config = LayersConfig(
-        seq_len, batch, heads, head_dim, vc_dim, num_reads, repeats or 9, budget, device
+        seq_len, batch, heads, head_dim, num_groups, vc_dim, num_reads, repeats or 9, budget, device
     )
     with progress_bar("layers") as progress:
         result = run_layers(config, progress)

@@ -39,6 +39,7 @@ class LayersConfig:
     batch: int = 1
     heads: int = 4
     head_dim: int = 64
+    num_groups: int = 1  # of heads that share B and C in Mamba-2: one, as in its models
     vc_dim: int = 3
     num_reads: int = 4
     repeats: int = 9
@@ -46,9 +47,11 @@ class LayersConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "batch", "heads", "head_dim", "vc_dim", "num_reads", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, but it is {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{name} must be 1 or more, but it is {value}")
+        if self.heads % self.num_groups:
+            raise ValueError(f"{self.heads} heads do not fall into {self.num_groups} groups")
 
 
 @dataclass(frozen=True)
@@ -131,7 +134,8 @@ def draw_inputs(
         return law(sizes, generator=generator, dtype=torch.float64)
 
     wide = (*shape, config.head_dim)
-    x, b, c, v = (draw(*wide) for _ in range(4))
+    x, v = (draw(*wide) for _ in range(2))
+    b, c = (draw(*shape[:2], config.num_groups, config.head_dim) for _ in range(2))
     step, rate = 0.1 * draw(*shape, law=torch.rand), -1 - 15 * draw(config.heads, law=torch.rand)
     q, k = (torch.nn.functional.normalize(draw(*wide), dim=-1) for _ in range(2))
     drawn = {
@@ -152,6 +156,7 @@ def check_operations(
     exact = draw_inputs(config, CHECK_LEN, device, torch.float64)
 
     def scan(x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        b, c = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (b, c))
         return decay_reference(c, b, x * step.unsqueeze(-1), rate * step)[0]
 
     oracles: dict[str, Run] = {
@@ -196,6 +201,7 @@ def _layers(config: LayersConfig, device: torch.device) -> dict[str, Callable[[]
     hidden, heads, width = config.heads * config.head_dim // 2, config.heads, config.head_dim
     mask = kept_mask(config.seq_len, config.vc_dim, CHUNK)
     mamba: dict[str, Any] = {"state_dim": width, "head_dim": width, "expand": 2}
+    mamba["num_groups"] = config.num_groups
     delta: dict[str, Any] = {"num_heads": heads, "head_dim": width, "expand_v": 1.0}
     reads: dict[str, Any] = {"num_reads": config.num_reads}
     layers: dict[str, torch.nn.Module] = {

@@ -97,9 +97,9 @@ class LogLinearMamba2(mamba2.Mamba2):
         self, x: Tensor, tokens: mamba2.Projected, mask: SMatMask | None, span: Span
     ) -> tuple[Tensor, Any]:
         """Run all levels over the tokens of a span, and return their states if asked for."""
-        q, k, v, log_decay, _ = tokens
         if mask is not None:
             raise ValueError("log-linear attention has no reset, and takes no memory beside it")
+        (q, k), v, log_decay = tokens.per_head(), tokens.v, tokens.log_decay
         weights, log_decay = self.level_weights(x), span.quiet(log_decay)
         if span.past is not None:
             return _decode(span, (q, k, v, weights, log_decay), None, 1.0)

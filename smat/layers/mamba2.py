@@ -24,11 +24,18 @@ from smat.ops import SMatState, smat_attention
 class Projected(NamedTuple):
     """What the recurrence of Mamba-2 takes: its names in linear attention, and the skip input."""
 
-    q: Tensor  # C, (B, T, H, N)
-    k: Tensor  # B, (B, T, H, N)
+    q: Tensor  # C, (B, T, G, N), one for each group of heads
+    k: Tensor  # B, (B, T, G, N)
     v: Tensor  # step x, (B, T, H, P)
     log_decay: Tensor  # (B, T, H)
     skip: Tensor  # x, (B, T, H, P)
+
+    def per_head(self) -> tuple[Tensor, Tensor]:
+        """Give every head the C and the B of its group, (B, T, H, N)."""
+        heads_of_group = self.v.shape[2] // self.q.shape[2]
+        return self.q.repeat_interleave(heads_of_group, 2), self.k.repeat_interleave(
+            heads_of_group, 2
+        )
 
 
 class Mamba2(Mixer):
@@ -132,7 +139,7 @@ class Mamba2(Mixer):
         y, state = self.recur(x, tokens, mask, span)
         if self.memory is None:
             return y, state, None
-        read, distant = self.memory(x, q, k, v, log_decay, None, span)
+        read, distant = self.memory(x, *tokens.per_head(), v, log_decay, None, span)
         return y + read, state, distant
 
     def _project(self, convolved: Tensor, raw_step: Tensor) -> Projected:
@@ -141,12 +148,8 @@ class Mamba2(Mixer):
         step, log_decay = step_and_log_decay(raw_step, self.dt_bias, self.A_log)
         skip = skip.unflatten(-1, (self.num_heads, self.head_dim))
         value = (skip * step.unsqueeze(-1)).to(skip.dtype)
-        return Projected(self._per_head(query), self._per_head(key), value, log_decay, skip)
-
-    def _per_head(self, x: Tensor) -> Tensor:
-        """Give every head the B or C of its group, (B, T, G N) -> (B, T, H, N)."""
-        groups = x.unflatten(-1, (self.num_groups, self.state_dim))
-        return groups.repeat_interleave(self.num_heads // self.num_groups, 2)
+        query, key = (x.unflatten(-1, (self.num_groups, -1)) for x in (query, key))
+        return Projected(query, key, value, log_decay, skip)
 
     def recur(
         self, x: Tensor, tokens: Projected, mask: SMatMask | None, span: Span

@@ -42,13 +42,13 @@ def check_arguments(
         ("log_decay", log_decay), ("key_gate", key_gate), ("write_weight", write_weight),
     ):  # fmt: skip
         if gate is not None:
-            _check_per_token(name, gate, k.shape[1], q, k)
+            _check_per_token(name, gate, k.shape[1], q, k, v)
             if not gate.dtype.is_floating_point:
                 raise ValueError(f"{name} must be floating-point, got {gate.dtype}")
     if profile is not None:
-        _check_per_token("profile", profile, k.shape[1], q, k)
+        _check_per_token("profile", profile, k.shape[1], q, k, v)
         _check_integers("profile", profile)
-    _check_reads(query_type, read_weight, q)
+    _check_reads(query_type, read_weight, q, v)
     _check_padding(attention_mask, cu_seqlens, q)
     _check_packing(cu_seqlens, q)
 
@@ -71,22 +71,29 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor, num_queries: int | None) -> None
             f"{tuple(q.shape)}"
         )
     same_time = num_queries is not None or q.shape[:2] == k.shape[:2]
-    if k.shape[:3] != v.shape[:3] or not same_time:
+    if k.shape[:2] != v.shape[:2] or not same_time:
         raise ValueError(
-            "q, k and v must share batch and time, and k and v their heads, got "
+            "q, k and v must share batch and time, got "
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"q and k must share a width, got {q.shape[3]} and {k.shape[3]}")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    heads = {"query": q.shape[2], "value": v.shape[2]}
+    for name, count in heads.items():
+        if k.shape[2] == 0 or count == 0 or count % k.shape[2]:
+            raise ValueError(
+                f"the number of {name} heads must be a multiple of the key heads, got {count} and "
+                f"{k.shape[2]}: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+            )
+    if k.shape[2] not in heads.values():
         raise ValueError(
-            f"the number of query heads must be a multiple of the key heads, got {q.shape[2]} and "
-            f"{k.shape[2]}"
+            "either several query heads or several value heads share a key head, got "
+            f"{q.shape[2]} query heads and {v.shape[2]} value heads beside {k.shape[2]} key heads"
         )
 
 
-def _check_per_token(name: str, x: Tensor, time: int, q: Tensor, k: Tensor) -> None:
-    allowed = (q.shape[2], k.shape[2])
+def _check_per_token(name: str, x: Tensor, time: int, q: Tensor, *others: Tensor) -> None:
+    allowed = (q.shape[2], *(each.shape[2] for each in others))
     if x.ndim != 3 or x.shape[:2] != (q.shape[0], time) or x.shape[2] not in allowed:
         heads = " or ".join(str(count) for count in sorted(set(allowed)))
         raise ValueError(
@@ -95,7 +102,9 @@ def _check_per_token(name: str, x: Tensor, time: int, q: Tensor, k: Tensor) -> N
         )
 
 
-def _check_reads(query_type: Tensor | None, read_weight: Tensor | None, q: Tensor) -> None:
+def _check_reads(
+    query_type: Tensor | None, read_weight: Tensor | None, q: Tensor, v: Tensor
+) -> None:
     if query_type is None:
         if read_weight is not None:
             raise ValueError("read_weight weighs the types of query_type, which is missing")
@@ -103,7 +112,7 @@ def _check_reads(query_type: Tensor | None, read_weight: Tensor | None, q: Tenso
     if query_type.ndim == 4 and query_type.shape[3] < 1:
         raise ValueError(f"a query reads at least one type, got {tuple(query_type.shape)}")
     first = query_type[..., 0] if query_type.ndim == 4 else query_type
-    _check_per_token("query_type", first, q.shape[1], q, q)
+    _check_per_token("query_type", first, q.shape[1], v if v.shape[2] > q.shape[2] else q)
     _check_integers("query_type", query_type)
     if read_weight is None:
         return
@@ -212,12 +221,27 @@ def _smallest(x: Tensor) -> float | int:
     return x.min().item() if x.numel() else 0
 
 
-def one_per_head(q: Tensor, *keys: Tensor | None) -> tuple[Any, ...]:
-    """Give keys, values and gates the same heads: if a gate differs between query heads, all do."""
-    counts = {x.shape[2] for x in keys if x is not None}
-    if len(counts) == 1:
-        return keys
-    num_heads = q.shape[2]
-    return tuple(
-        None if x is None else x.repeat_interleave(num_heads // x.shape[2], 2) for x in keys
-    )
+def one_per_head(
+    q: Tensor, k: Tensor, v: Tensor, key_gate: Tensor | None, *gates: Tensor | None
+) -> tuple[Any, ...]:
+    """Give keys, values and gates the heads that they need: q, k, v, the key gate, the others.
+
+    If a gate differs between query heads, keys and values do. Where heads of values share a key,
+    only the key gate tells keys apart.
+    """
+    num_heads = max(q.shape[2], v.shape[2])
+    if v.shape[2] > k.shape[2]:
+        if key_gate is not None and key_gate.shape[2] > k.shape[2]:
+            q, k = repeat_heads(q, num_heads), repeat_heads(k, num_heads)
+        return q, k, v, key_gate, *(repeat_heads(x, num_heads) for x in gates)
+    keys = (k, v, key_gate, *gates)
+    if len({x.shape[2] for x in keys if x is not None}) > 1:
+        keys = tuple(repeat_heads(x, num_heads) for x in keys)
+    return q, *keys
+
+
+def repeat_heads(x: Any, num_heads: int) -> Any:
+    """Repeat each head of (B, T, heads, ...) as often as it takes to have so many; None stays."""
+    if x is None or x.shape[2] == num_heads:
+        return x
+    return x.repeat_interleave(num_heads // x.shape[2], 2)

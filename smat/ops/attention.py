@@ -23,9 +23,9 @@ def smat_forward(inputs: Inputs, num_kept: int) -> tuple[Tensor, Tensor, Tensor]
     All come in the dtype of the sums: the backward pass subtracts the output from the values, and
     where gates are strong an output rounded to half precision would drown what is left.
     """
-    q, v = inputs.q, inputs.v
-    out = v.new_empty(*q.shape[:3], v.shape[-1], dtype=inputs.dtype)
-    normalizer = v.new_empty(*q.shape[:3], dtype=inputs.dtype)
+    v, shape = inputs.v, inputs.answer_shape
+    out = v.new_empty(*shape, v.shape[-1], dtype=inputs.dtype)
+    normalizer = v.new_empty(shape, dtype=inputs.dtype)
     tables = v.new_empty(num_kept, dtype=inputs.dtype)
     for share in inputs.shares(tables):
         # Lines 2-4: pool by profile, tabulate, read by type.
@@ -33,12 +33,12 @@ def smat_forward(inputs: Inputs, num_kept: int) -> tuple[Tensor, Tensor, Tensor]
         # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles; add, divide once.
         for block, taken, y in _recent(share):
             seen = None if distant is None else distant.of(block.boundary, taken)
-            y = y if seen is None else y + seen
+            y = y if seen is None else y + seen.view_as(y)
             if inputs.normalize:
                 y, total = y[..., :-1], y[..., -1]
-                share.put_queries(total, normalizer, taken)
+                share.put_answers(total, normalizer, taken)
                 y = y * inverse_or_zero(total).unsqueeze(-1)
-            share.put_queries(y, out, taken)
+            share.put_answers(y, out, taken)
     return out, normalizer, tables
 
 
@@ -49,9 +49,9 @@ def _recent(share: Share) -> Iterator[tuple[Block, slice, Tensor]]:
         yield from causal.forward()
         return
     zero = share.zero_state()
+    shape = (share.num_values, share.num_rows, share.inputs.group)
     for block, taken in zip(causal.blocks, causal.taken(), strict=True):
-        length = taken.stop - taken.start
-        yield block, taken, zero.new_zeros(len(zero), share.inputs.group, length, zero.shape[-1])
+        yield block, taken, zero.new_zeros(*shape, taken.stop - taken.start, zero.shape[-1])
 
 
 def smat_backward(
@@ -62,15 +62,12 @@ def smat_backward(
     grads = {name: torch.empty_like(x) for name, x in given.items() if x is not None}
     for share in inputs.shares(tables, (grad_out, out, normalizer)):
         distant = share.long_range.backward() if inputs.branch != "causal" else None
-        moved = None
-        if share.decay is not None:
-            moved = torch.zeros_like(share.decay.total[:, 1:])
+        moved = None if inputs.log_decay is None else _moved_by_answers(share)
         for recent in _recent_backward(share):
             _put_grads(share, recent, distant, moved, grads)
         if moved is not None and inputs.log_decay is not None:
-            share.put_keys(
-                grad_log_decay(moved, share.of_keys(inputs.log_decay)), grads["log_decay"]
-            )
+            grad = grad_log_decay(moved, share.of_values(inputs.log_decay))
+            share.put_values(grad, grads["log_decay"])
     return grads
 
 
@@ -84,7 +81,26 @@ def _recent_backward(share: Share) -> Iterator[BlockGrads]:
         span = slice(block.start, block.stop)
         phi, psi, v = share.phi(taken), share.psi(span), share.v(span)
         zero_phi, zero_psi, zero_v = (torch.zeros_like(x) for x in (phi, psi, v))
-        yield BlockGrads(block, taken, zero_phi, zero_psi, zero_v, phi, psi)
+        yield BlockGrads(block, taken, zero_phi, zero_psi, zero_v, phi, psi, v)
+
+
+def _moved_by_answers(share: Share) -> Tensor:
+    """Find what answers give to the gradient of lambda, (M, N, T): <y_i, y_bar_i>.
+
+    Where y is divided by a column of its own, it has none of its size.
+    """
+    inputs, answer = share.inputs, share.answer
+    assert inputs.log_decay is not None
+    assert answer is not None
+    moved = torch.zeros_like(share.of_values(inputs.log_decay), dtype=torch.float64)
+    if not inputs.normalize:
+        grad_out, out = (share.of_answers(x) for x in answer[:2])
+        by_query = (grad_out * out).sum((2, -1)).double()
+        if share.positions is None:
+            moved += by_query
+        else:
+            moved.index_add_(-1, share.positions, by_query)
+    return moved
 
 
 def _put_grads(
@@ -102,32 +118,29 @@ def _put_grads(
     if distant is not None:
         seen = distant.phi.of(block.boundary, taken)
         if grad_phi is not None and seen is not None:
-            grad_phi = grad_phi + seen
+            grad_phi = grad_phi + seen.unflatten(0, (share.num_values, -1)).sum(0)
         if block.stop <= distant.psi.shape[1]:
-            far, grad_v = distant.psi[:, span], grad_v + distant.v[:, span]
+            far = distant.psi[:, span].unflatten(0, (share.num_values, -1))
+            grad_v = grad_v + distant.v[:, span].view_as(grad_v)
     if inputs.read_weight is not None:
         pulled_reads = None if distant is None else distant.read_weight.of(block.boundary, taken)
+        of_reads = share.of_answers(grads["read_weight"], taken)
         if pulled_reads is None:
-            pulled_reads = torch.zeros_like(share.of_queries(inputs.read_weight, taken))
-        share.put_queries(pulled_reads, grads["read_weight"], taken)
+            pulled_reads = torch.zeros_like(of_reads)
+        share.put_answers(pulled_reads.view(of_reads.shape), grads["read_weight"], taken)
     psi = recent.psi_value
     features = psi if inputs.key_gate is None else share.key_features(span)
     if inputs.write_weight is not None:
-        weight = share.of_keys(inputs.write_weight, span).to(grad_psi.dtype)
+        weight = share.of_values(inputs.write_weight, span).to(grad_psi.dtype)
         pulled = torch.zeros_like(weight) if far is None else (psi * far).sum(-1)
-        share.put_keys(pulled, grads["write_weight"], span)
+        share.put_values(pulled, grads["write_weight"], span)
         far = None if far is None else far * weight.unsqueeze(-1)
-    grad_psi = grad_psi if far is None else grad_psi + far
+    grad_psi = grad_psi if far is None else grad_psi + far.sum(0)
     if moved is not None:
-        moved[:, span] -= (psi * grad_psi).sum(-1)
+        moved[..., span] -= (recent.v_value * grad_v).sum(-1)
     if grad_phi is not None:
-        phi = recent.phi_value
-        assert phi is not None
-        if moved is not None:
-            at = torch.arange(block.start, block.stop, device=phi.device)
-            at = at if share.positions is None else share.positions[taken]
-            moved.index_add_(1, at, (phi * grad_phi).sum((1, -1)).double())
-        grad_q = pointwise_backward_(inputs.feature_map, phi, grad_phi)
+        assert recent.phi_value is not None
+        grad_q = pointwise_backward_(inputs.feature_map, recent.phi_value, grad_phi)
         share.put_queries(grad_q, grads["q"], taken)
     if inputs.key_gate is not None:
         share.put_keys((features * grad_psi).sum(-1), grads["key_gate"], span)
@@ -135,4 +148,4 @@ def _put_grads(
         grad_psi = grad_psi * gate.unsqueeze(-1)
     grad_k = pointwise_backward_(inputs.feature_map, features, grad_psi)
     share.put_keys(grad_k, grads["k"], span)
-    share.put_keys(grad_v[..., : inputs.v.shape[-1]], grads["v"], span)
+    share.put_values(grad_v[..., : inputs.v.shape[-1]], grads["v"], span)

@@ -5,7 +5,8 @@ Within a recent window,
     y_i = phi_i . S_in[b] + sum over j <= i of the chunk of (phi_i . psi_j) v_j,
     S_in[b] = sum over the window's earlier chunks of D_a,   D_a = sum over j in a of psi_j v_j',
 
-and with gates every term carries exp(lambda_i - lambda_j), taken apart at the chunk's edges.
+and with gates every term carries exp(lambda_i - lambda_j), taken apart at the chunk's edges. Heads
+of values that share their keys and queries, with gates of their own, share phi_i . psi_j too.
 
 The scan over the chunks of a block is a few products, so gated and ungated run the same code and no
 loop over chunks is left. One block of tiles is alive at a time: features are made for it, used
@@ -27,11 +28,11 @@ from torch import Tensor
 from smat.ops.chunk_scan import ChunkScan
 from smat.ops.decay import ChunkDecay, LogDecay
 from smat.ops.pieces import Block
-from smat.ops.tiles import KeyTiles, QueryTiles
+from smat.ops.tiles import KeyTiles, QueryTiles, add_bmm_heads_, bmm_heads
 
 
 class Source(Protocol):
-    """Where features come from: N rows of keys, each with G heads of queries."""
+    """Where features come from: N rows of keys, each with G heads of queries and M of values."""
 
     def phi(self, taken: slice) -> Tensor:
         """Return the features of some queries, (N, G, R, r)."""
@@ -40,18 +41,18 @@ class Source(Protocol):
         """Return the features of some keys, (N, t, r)."""
 
     def v(self, span: slice) -> Tensor:
-        """Return the values of some keys, (N, t, p)."""
+        """Return the values of some keys, (M, N, t, p)."""
 
     def grad_y(self, taken: slice) -> Tensor:
-        """Return the gradient of some outputs, (N, G, R, p)."""
+        """Return the gradient of some outputs, (M, N, G, R, p)."""
 
     def zero_state(self) -> Tensor:
-        """Return the state of nothing, (N, r, p)."""
+        """Return the state of nothing, (M N, r, p)."""
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """A source that has everything in memory."""
+    """A source that has everything in memory, (N, G, R, r), (N, t, r) and (N, t, p)."""
 
     all_phi: Tensor
     all_psi: Tensor
@@ -67,13 +68,13 @@ class Arrays:
         return self.all_psi[:, span]
 
     def v(self, span: slice) -> Tensor:
-        """Return the values of some keys, (N, t, p)."""
-        return self.all_v[:, span]
+        """Return the values of some keys, (1, N, t, p)."""
+        return self.all_v[None, :, span]
 
     def grad_y(self, taken: slice) -> Tensor:
-        """Return the gradient of some outputs, (N, G, R, p)."""
+        """Return the gradient of some outputs, (1, N, G, R, p)."""
         assert self.all_grad_y is not None
-        return self.all_grad_y[:, :, taken]
+        return self.all_grad_y[None, :, :, taken]
 
     def zero_state(self) -> Tensor:
         """Return the state of nothing, (N, r, p)."""
@@ -84,7 +85,7 @@ class Arrays:
 class BlockGrads(NamedTuple):
     """The gradients of one block: of its queries (if it has any), its keys and its values.
 
-    And the features that they are gradients of, which were made for them.
+    And what they are gradients of, which was made for them.
     """
 
     block: Block
@@ -94,6 +95,7 @@ class BlockGrads(NamedTuple):
     v: Tensor
     phi_value: Tensor | None
     psi_value: Tensor
+    v_value: Tensor
 
 
 @dataclass(frozen=True)
@@ -107,14 +109,16 @@ class CausalBranch:
     initial: Tensor | None = None  # of a window that began before the first token, at boundary -1
 
     def forward(self) -> Iterator[tuple[Block, slice, Tensor]]:
-        """Yield y (N, G, R, p) of the queries in each block that has any."""
+        """Yield y (M, N, G, R, p) of the queries in each block that has any."""
         for keys, taken, before in self._walk():
             if before is None:
                 continue
             queries = self._queries(keys, taken)
-            scores = queries.hide_future_(torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT))
-            y = torch.bmm(scores, queries.of_chunks(keys.v))
-            y.baddbmm_(queries.from_start, queries.of_chunks(before))
+            y = bmm_heads(queries.phi, queries.of_chunks(before))
+            if keys.decay is not None:
+                y *= queries.since_start
+            scores = torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT)
+            add_bmm_heads_(y, queries.weigh(scores), queries.of_chunks(keys.v))
             yield keys.block, taken, queries.join(y)
 
     def backward(self) -> Iterator[BlockGrads]:
@@ -127,17 +131,17 @@ class CausalBranch:
             if block.ends_segment:
                 grad_carry = zero
             keys = self._keys(block)
-            tiles = None
+            asked = grad_before = None
             if before is not None:
-                queries = self._queries(keys, taken)
-                tiles = _TileGrads(queries, before, queries.cut(self.source.grad_y(taken)))
+                asked = _Asked(self._queries(keys, taken), before, self.source.grad_y(taken))
+                grad_before = asked.grad_before().view(-1, *zero.shape[1:])
             # What arrives behind the block goes to its sums at once, and on to where it came from.
             arriving = torch.stack([grad_carry, *grad_windows.values()]).sum(0)
-            grad_before = None if tiles is None else tiles.states
             grad_sums, grad_seen = keys.scan.backward(grad_before, arriving)
             grad_carry = keys.scan.keep(grad_carry).add_(grad_seen)
             grad_windows = {edge: keys.scan.keep(x) for edge, x in grad_windows.items()}
-            yield _block_grads(keys, taken, tiles, grad_sums.view(-1, *zero.shape[1:]))
+            grad_sums = grad_sums.view(keys.num_heads, -1, *zero.shape[1:])
+            yield _block_grads(keys, taken, asked, grad_sums)
             if block.begins_segment and block.boundary < block.start:
                 grad_windows[block.boundary] = grad_carry
             grad_windows.pop(block.start, None)
@@ -150,7 +154,7 @@ class CausalBranch:
         return ChunkDecay(self.decay, self.blocks, self.source.zero_state().dtype)
 
     def _walk(self) -> Iterator[tuple[KeyTiles, slice, Tensor | None]]:
-        """Yield each block with the states before its chunks, (N C, r, p), if it has queries."""
+        """Yield each block with the states before its chunks, (M, N C, r, p), if it has queries."""
         carry = zero = self.source.zero_state()
         windows = _Windows(zero, self.initial)
         for block, taken in zip(self.blocks, self.taken(), strict=True):
@@ -158,8 +162,11 @@ class CausalBranch:
             keys = self._keys(block)
             sums = keys.chunk_sums()
             grown = keys.scan.grow(sums)
-            asked = taken.stop > taken.start
-            yield keys, taken, keys.scan.before(sums, grown, carry) if asked else None
+            before = None
+            if taken.stop > taken.start:
+                before = keys.scan.before(sums, grown, carry)
+                before = before.view(keys.num_heads, -1, *carry.shape[1:])
+            yield keys, taken, before
             carry = keys.scan.advance(grown, carry)
             windows.advance(keys.scan, grown)
 
@@ -181,38 +188,51 @@ class CausalBranch:
         return [slice(first, last) for first, last in itertools.pairwise(cuts)]
 
 
-class _TileGrads:
-    """Gradients of dense tiles, and of queries that read the states before their chunks."""
+class _Asked:
+    """The queries of a block, and what comes back from their answers."""
 
     def __init__(self, queries: QueryTiles, before: Tensor, grad_y: Tensor) -> None:
-        self.queries, keys = queries, queries.keys
+        self.queries, self.before, self.grad_y = queries, before, queries.cut(grad_y)
+        decay = queries.keys.decay
+        self.at_start = self.grad_y if decay is None else self.grad_y * queries.since_start
+
+    def grad_before(self) -> Tensor:
+        """Find the gradient of the states before all chunks, (M, N C, r, p)."""
+        return self.queries.to_chunks(bmm_heads(self.queries.phi.mT, self.at_start))
+
+    def grads(self, grad_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Find the gradient of phi, and what the dense tiles give to psi and, added on, to v."""
+        queries, keys = self.queries, self.queries.keys
         psi, v = queries.of_chunks(keys.psi), queries.of_chunks(keys.v)
-        self.states = queries.to_chunks(torch.bmm(queries.from_start.mT, grad_y))
-        grad_scores = queries.hide_future_(torch.bmm(grad_y, v.mT))
-        scores = queries.hide_future_(torch.bmm(queries.phi, psi.mT))
-        self.phi = torch.bmm(grad_y, queries.of_chunks(before).mT)
-        if keys.decay is not None:
-            self.phi *= queries.since_start
-        self.phi.baddbmm_(grad_scores, psi)
-        self.psi = queries.to_chunks(torch.bmm(grad_scores.mT, queries.phi))
-        self.v = queries.to_chunks(torch.bmm(scores.mT, grad_y))
+        grad_scores = queries.weigh_(bmm_heads(self.grad_y, v.mT))
+        grad_scores = grad_scores.sum(0) if len(grad_scores) > 1 else grad_scores[0]
+        grad_phi = torch.bmm(grad_scores, psi)
+        add_bmm_heads_(grad_phi, self.at_start, queries.of_chunks(self.before).mT)
+        scores = queries.weigh(torch.bmm(queries.phi, psi.mT))
+        if queries.chunks is None:
+            add_bmm_heads_(grad_v, scores.mT, self.grad_y)
+        else:
+            grad_v += queries.to_chunks(bmm_heads(scores.mT, self.grad_y))
+        return grad_phi, queries.to_chunks(torch.bmm(grad_scores.mT, queries.phi))
 
 
 def _block_grads(
-    keys: KeyTiles, taken: slice, tiles: _TileGrads | None, grad_chunk: Tensor
+    keys: KeyTiles, taken: slice, asked: _Asked | None, grad_chunk: Tensor
 ) -> BlockGrads:
-    """Add the gradients of the chunk sums psi v' to those of the tiles."""
-    grad_psi = torch.bmm(keys.v, grad_chunk.mT)
+    """Add the gradients of the chunk sums psi v', (M, N C, r, p), to those of the tiles."""
+    grad_v = bmm_heads(keys.psi, grad_chunk)
     if keys.decay is not None:
-        grad_psi *= keys.until_end
-    psi = keys.join(keys.psi)
-    if tiles is None:
-        grad_v = keys.join(torch.bmm(keys.to_end, grad_chunk))
-        return BlockGrads(keys.block, taken, None, keys.join(grad_psi), grad_v, None, psi)
-    grad_psi += tiles.psi
-    grad_v = keys.join(tiles.v.baddbmm_(keys.to_end, grad_chunk))
-    grad_phi, phi = (tiles.queries.join(each) for each in (tiles.phi, tiles.queries.phi))
-    return BlockGrads(keys.block, taken, grad_phi, keys.join(grad_psi), grad_v, phi, psi)
+        grad_v *= keys.until_end
+    grad_phi = phi = None
+    if asked is None:
+        grad_psi = torch.zeros_like(keys.psi)
+    else:
+        queries = asked.queries
+        grad_phi, grad_psi = asked.grads(grad_v)
+        grad_phi, phi = queries.join(grad_phi), queries.join(queries.phi)
+    add_bmm_heads_(grad_psi, keys.to_end, grad_chunk.mT)
+    grad_psi, grad_v, psi, v = (keys.join(x) for x in (grad_psi, grad_v, keys.psi, keys.v))
+    return BlockGrads(keys.block, taken, grad_phi, grad_psi, grad_v, phi, psi, v)
 
 
 class _Windows:

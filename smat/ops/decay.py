@@ -128,11 +128,10 @@ def _above_diagonal(size: int, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def grad_log_decay(moved: Tensor, log_decay: Tensor) -> Tensor:
-    """Find the gradient of the gates from that of their running sums, (N, T).
+    """Find the gradient of the gates from that of their running sums, (..., T).
 
-    Gates enter only as exp(lambda_i) on phi_i and exp(-lambda_j) on psi_j, so ``moved``, the
-    gradient of lambda_t, is <phi_t, phi_bar_t> - <psi_t, psi_bar_t>; a gate moves every later
-    lambda.
+    Gates enter only as exp(lambda_i) on y_i and exp(-lambda_j) on v_j, so ``moved``, the gradient
+    of lambda_t, is <y_t, y_bar_t> - <v_t, v_bar_t>; a gate moves every later lambda.
     """
     suffix = moved.flip(-1).cumsum(-1).flip(-1)
     return torch.where(log_decay <= FORGETS, 0.0, suffix)

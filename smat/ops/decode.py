@@ -134,7 +134,7 @@ class SMatState(StateTables):
             arrays = [None if x is None else _unpack(x, edges) for x in arrays]
         k, v, log_decay, key_gate, write_weight, profile = arrays  # type: ignore[assignment]
         state = cls.empty(
-            mask, len(k), k.shape[2], k.shape[3], v.shape[3], query_heads=num_query_heads,
+            mask, len(k), v.shape[2], k.shape[3], v.shape[3], query_heads=num_query_heads,
             feature_map=feature_map, normalize=normalize, device=k.device, fold=fold,
             dtype=torch.promote_types(v.dtype, torch.float32),
             weighted=weighted or write_weight is not None,
@@ -179,6 +179,7 @@ class SMatState(StateTables):
 
         ``query_type`` (B, Hq) reads another type than the positional one; (B, Hq, k) with
         ``read_weight`` (B, Hq, k) reads the weighted sum of k types. Gates, profile: (B, Hkv).
+        Heads that share a key are grouped as in ``smat_attention``.
         The old state stays valid, at the price of copying the tables that a token writes to;
         ``inplace=True`` writes into this state and returns it: the fast path. Not differentiable.
         """

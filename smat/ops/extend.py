@@ -87,7 +87,7 @@ class _Piece:
         branch = CausalBranch(
             Arrays(by_key, self.psi, self.v), self.decay, blocks, initial=window.flatten(0, 1)
         )
-        y = torch.cat([part for _, _, part in branch.forward()], 2)
+        y = torch.cat([part[0] for _, _, part in branch.forward()], 2)
         y = y.unflatten(0, (-1, sizes.heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)
         return y + self._read_types(phi) if self.moment.segment else y
 

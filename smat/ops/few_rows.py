@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
+from smat.ops.arguments import repeat_heads
 from smat.ops.decay import LogDecay
 from smat.ops.feature_maps import pointwise_map
 
@@ -49,11 +50,9 @@ def attend_few_rows(
     ...                 feature_map="identity", normalize=False, branch="both").flatten()
     tensor([0., 1., 0., 1., 1., 1., 1., 0.])
     """
-    group = q.shape[2] // k.shape[2]  # query heads that share a head of keys
-    if group > 1:
-        k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-        gates = tuple(None if x is None else x.repeat_interleave(group, 2) for x in gates)
-    log_decay, key_gate, write_weight, profile = gates
+    num_heads = max(q.shape[2], v.shape[2])
+    q, k, v = (repeat_heads(x, num_heads) for x in (q, k, v))
+    log_decay, key_gate, write_weight, profile = (repeat_heads(x, num_heads) for x in gates)
     wide = torch.promote_types(v.dtype, torch.float32)
     phi, psi = (pointwise_map(feature_map, x.to(wide)) for x in (q, k))
     scores = _products(phi, psi)

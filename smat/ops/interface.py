@@ -59,8 +59,9 @@ def smat_attention(
 
     Args:
         q: Queries (B, T, H, K); T may be shorter than ``mask.seq_len``: the leading block is meant.
-        k: Keys (B, T, Hkv, K), Hkv dividing H: H / Hkv consecutive query heads share a key head.
-        v: Values (B, T, Hkv, V).
+        k: Keys (B, T, Hk, K), Hk dividing H: H / Hk consecutive query heads share a key head.
+        v: Values (B, T, Hk, V). Or, with H = Hk, (B, T, Hv, V): Hv / Hk consecutive value heads
+            share a query and a key, as in a group of Mamba-2, and there are Hv heads of output.
         mask: Who sees whom.
         feature_map: "elu" (elu + 1), "relu", "identity", "favor" (Performer's positive random
             features), or a callable with non-negative output.
@@ -85,7 +86,7 @@ def smat_attention(
         backend: "auto", "torch".
 
     Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of
-    them that is given so, one for each query head.
+    them that is given so, one for each head of the output.
     """
     choose_backend(backend, q)
     _check_branch(branch)
@@ -95,8 +96,8 @@ def smat_attention(
         attention_mask=attention_mask, cu_seqlens=cu_seqlens, output_final_state=output_final_state,
     )  # fmt: skip
     pointwise, before = split_feature_map(feature_map)
-    k, v, log_decay, key_gate, write_weight, profile = one_per_head(
-        q, k, v, log_decay, key_gate, write_weight, profile
+    q, k, v, key_gate, log_decay, write_weight, profile = one_per_head(
+        q, k, v, key_gate, log_decay, write_weight, profile
     )
     padding = Padding(attention_mask)
     reads: Sequence[Tensor | None] = (query_type, read_weight)
@@ -122,7 +123,7 @@ def smat_attention(
         state = SMatState.after(
             k, v, mask, feature_map=feature_map, log_decay=log_decay, key_gate=key_gate,
             write_weight=write_weight, profile=profile, normalize=normalize,
-            lengths=padding.lengths, cu_seqlens=cu_seqlens, num_query_heads=q.shape[2],
+            lengths=padding.lengths, cu_seqlens=cu_seqlens, num_query_heads=out.shape[2],
             mapped=before is not None, weighted=several_reads(query_type, read_weight),
         )  # fmt: skip
     return out, state
@@ -168,16 +169,19 @@ def smat_attention_at(
         at_positions=True, attention_mask=None, cu_seqlens=cu_seqlens, output_final_state=False,
     )  # fmt: skip
     pointwise, before = split_feature_map(feature_map)
-    k, v, *gates = one_per_head(q, k, v, log_decay, key_gate, write_weight, profile)
+    q, k, v, key_gate, log_decay, write_weight, profile = one_per_head(
+        q, k, v, key_gate, log_decay, write_weight, profile
+    )
+    gates = (log_decay, key_gate, write_weight, profile)
     if before is not None:
         q, k = before(q), before(k)
     # A compiler would trace through the few rows' tables; to it the operator is one node.
     if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
         ordered = positions.sort().values
-        check_values(gates[0], gates[3], query_type, None, ordered, mask, k.shape[1])
+        check_values(log_decay, profile, query_type, None, ordered, mask, k.shape[1])
         with torch.autocast(q.device.type, enabled=False):
             out = attend_few_rows(
-                q, k, v, tuple(gates), (query_type, read_weight), positions.long(), mask,
+                q, k, v, gates, (query_type, read_weight), positions.long(), mask,
                 feature_map=pointwise, normalize=normalize, branch=branch,
             )  # fmt: skip
         return out.to(v.dtype)
@@ -208,7 +212,7 @@ def _attend(
     keeps = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
     num_kept = 0
     if keeps and cu_seqlens is None and branch != "causal":
-        num_kept = _num_kept(k, v.shape[-1] + normalize, mask)
+        num_kept = _num_kept(k, v, normalize, mask)
     wide, *_ = attend(
         *given, profile, query_type, rows, cu_seqlens, mask.recipe, feature_map, normalize, branch,
         num_kept,
@@ -217,14 +221,15 @@ def _attend(
     return out if order is None else out[:, torch.argsort(order)]
 
 
-def _num_kept(k: Tensor, value_dim: int, mask: SMatMask) -> int:
+def _num_kept(k: Tensor, v: Tensor, normalize: bool, mask: SMatMask) -> int:
     """Count the numbers of type tables that the backward pass had better find than make again.
 
     There is one for each head if the boundary stays and some query stands behind it. They are kept
     if they are no larger than what is kept anyway, the queries, keys and values, and not large:
     of long sequences they would take memory that is dearer than a few sums.
     """
-    batch, length, heads, key_dim = k.shape
+    batch, length, heads, value_dim = v.shape
+    key_dim, value_dim = k.shape[-1], value_dim + normalize
     of_head = mask.geometry.num_types * key_dim * value_dim
     stays = isinstance(mask.schedule, KeptBoundary) and 0 < mask.schedule.num_distant < length
     is_small = of_head <= length * (2 * key_dim + value_dim)

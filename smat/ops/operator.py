@@ -63,7 +63,8 @@ def attend(
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     wide, num_kept = torch.promote_types(v.dtype, torch.float32), rest[-1]
-    shapes = (*q.shape[:3], v.shape[-1]), q.shape[:3], (num_kept,)
+    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]))
+    shapes = (*shape, v.shape[-1]), shape, (num_kept,)
     out, normalizer, tables = (v.new_empty(shape, dtype=wide) for shape in shapes)
     return out, normalizer, tables
 

@@ -57,6 +57,8 @@ def reference_attention(
         "log_decay": log_decay, "key_gate": key_gate, "write_weight": write_weight,
         "profile": profile, "query_type": query_type, "read_weight": read_weight,
     }  # fmt: skip
+    if v.shape[2] > k.shape[2]:  # heads of values that share a query and a key
+        q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
     phi, psi = _features(feature_map, q), _features(feature_map, k)
     out = v.new_zeros(*q.shape[:3], v.shape[-1])
     for row, index, row_mask in _sequences(q, mask, attention_mask, cu_seqlens):

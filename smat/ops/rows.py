@@ -1,8 +1,9 @@
 """One share of the work: a few rows of keys with their queries, taken from the op's arguments.
 
-A row is one key/value head of one sequence. Features, augmented values and the gradient of the
-division are made for a range of tokens when a branch asks for it, in the layout and dtype that its
-products want: nothing as long as the sequence is kept but what the arguments already are.
+A row is one key head of one sequence, with G heads of queries or M heads of values. Features,
+augmented values and the gradient of the division are made for a range of tokens when a branch asks
+for it, in the layout and dtype that its products want: nothing as long as the sequence is kept but
+what the arguments already are.
 """
 
 from __future__ import annotations
@@ -31,10 +32,11 @@ ALL = slice(None)
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of the op, whole: k and v (B, T, Hkv, .), gates and profile (B, T, Hkv).
+    """The arguments of the op, whole: k (B, T, Hk, K), v (B, T, Hv, V), gates, profile (B, T, Hv).
 
-    q (B, R, H, K) and query_type (B, R, H), or (B, R, H, k) with read_weight, are there for every
-    token, or for those at the sorted positions (R,).
+    q (B, R, Hq, K) and query_type (B, R, H), or (B, R, H, k) with read_weight, are there for every
+    token, or for those at the sorted positions (R,). Answers have H heads, the larger of Hq and Hv;
+    the smaller is Hk.
     """
 
     q: Tensor
@@ -60,8 +62,18 @@ class Inputs:
 
     @property
     def group(self) -> int:
-        """The number of query heads that share a key head."""
+        """G: the number of query heads that share a key head."""
         return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def num_values(self) -> int:
+        """M: the number of value heads that share a key head."""
+        return self.v.shape[2] // self.k.shape[2]
+
+    @property
+    def answer_shape(self) -> tuple[int, int, int]:
+        """The batch, the queries and the heads of the output."""
+        return (*self.q.shape[:2], max(self.q.shape[2], self.v.shape[2]))
 
     def shares(
         self, tables: Tensor, answer: tuple[Tensor, Tensor, Tensor] | None = None
@@ -70,24 +82,27 @@ class Inputs:
 
         Each has its part of `tables`, the type tables that are kept for the backward pass, if any.
         """
-        of_row = tables.view(self.k.shape[0] * self.k.shape[2], -1) if len(tables) else None
+        of_row = tables.view(self.v.shape[0] * self.v.shape[2], -1) if len(tables) else None
         done = 0
-        num_batch, num_heads = self.k.shape[0], self.k.shape[2]
+        num_batch, num_heads, num_values = self.k.shape[0], self.k.shape[2], self.num_values
         budget = CPU_TOKENS if self.k.device.type == "cpu" else OTHER_TOKENS
         for span, mask in self._sequences():
-            length = span.stop - span.start
-            heads = max(1, min(num_heads, budget // length))
-            batch = max(1, min(num_batch, budget // (length * num_heads)))
+            rows = budget // (span.stop - span.start)
+            values = max(1, min(num_values, rows))
+            heads = max(1, min(num_heads, rows // num_values))
+            batch = max(1, min(num_batch, rows // (num_values * num_heads)))
             taken, positions = self._queries_in(span)
-            for first in range(0, num_batch, batch):
-                for head in range(0, num_heads, heads):
-                    rows = slice(first, first + batch), slice(head, head + heads)
-                    share = Share(self, *rows, span, taken, positions, mask, answer)
-                    if of_row is not None:
-                        kept = of_row[done : done + share.num_rows].view(-1)
-                        share = replace(share, kept=kept)
-                    done += share.num_rows
-                    yield share
+            starts = range(0, num_batch, batch), range(0, num_heads, heads)
+            for first, head, value in itertools.product(*starts, range(0, num_values, values)):
+                share = Share(
+                    self, slice(first, first + batch), slice(head, head + heads),
+                    slice(value, value + values), span, taken, positions, mask, answer,
+                )  # fmt: skip
+                num_states = share.num_values * share.num_rows
+                if of_row is not None:
+                    share = replace(share, kept=of_row[done : done + num_states].view(-1))
+                done += num_states
+                yield share
 
     def _sequences(self) -> Iterator[tuple[slice, SMatMask]]:
         if self.cu_seqlens is None:
@@ -110,11 +125,12 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Share:
-    """Some batch rows and key heads, and one span of time with the queries in it."""
+    """Some batch rows, key heads and value heads of each, and one span of time with its queries."""
 
     inputs: Inputs
     batch: slice
     heads: slice
+    values: slice
     span: slice
     taken: slice
     positions: Tensor | None
@@ -129,27 +145,67 @@ class Share:
             range(self.inputs.k.shape[2])[self.heads]
         )
 
+    @property
+    def num_values(self) -> int:
+        """M: the heads of values of each row."""
+        return len(range(self.inputs.num_values)[self.values])
+
     def of_keys(self, x: Tensor, span: slice = ALL) -> Tensor:
-        """Take some tokens of this share of (B, T, Hkv, ...), as (N, t, ...)."""
+        """Take some tokens of this share of (B, T, Hk, ...), as (N, t, ...)."""
         return x[self.batch, self.span, self.heads][:, span].transpose(1, 2).flatten(0, 1)
 
+    def of_values(self, x: Tensor, span: slice = ALL) -> Tensor:
+        """Take some tokens of this share of (B, T, Hv, ...), as (M, N, t, ...)."""
+        return _rows_first(self._among_values(x[:, self.span], span)).flatten(1, 2)
+
     def of_queries(self, x: Tensor, taken: slice = ALL) -> Tensor:
-        """Take some queries of this share of (B, R, H, ...), as (N, G, R, ...)."""
+        """Take some queries of this share of (B, R, Hq, ...), as (N, G, R, ...)."""
         by_group = x.unflatten(2, (-1, self.inputs.group))
         share = by_group[self.batch, self.taken, self.heads][:, taken]
         return share.permute(0, 2, 3, 1, *range(4, share.ndim)).flatten(0, 1)
 
+    def of_answers(self, x: Tensor, taken: slice = ALL) -> Tensor:
+        """Take some queries of this share of (B, R, H, ...), as (M, N, G, R, ...)."""
+        if self.inputs.num_values == 1:
+            return self.of_queries(x, taken).unsqueeze(0)
+        return _rows_first(self._among_values(x[:, self.taken], taken)).flatten(1, 2).unsqueeze(2)
+
+    def _among_values(self, x: Tensor, tokens: slice) -> Tensor:
+        """Take this share of (B, T, Hv, ...), as (B', t, Hk', M, ...)."""
+        by_row = x.unflatten(2, (-1, self.inputs.num_values))
+        return by_row[self.batch, tokens, self.heads, self.values]
+
     def put_keys(self, x: Tensor, to: Tensor, span: slice = ALL) -> None:
-        """Write (N, t, ...) into this share of (B, T, Hkv, ...)."""
+        """Write (N, t, ...) into this share of (B, T, Hk, ...), or add it to other heads' parts."""
         target = to[self.batch, self.span, self.heads][:, span].transpose(1, 2)
-        target.copy_(x.unflatten(0, target.shape[:2]))
+        self._put(x.unflatten(0, target.shape[:2]), target)
+
+    def put_values(self, x: Tensor, to: Tensor, span: slice = ALL) -> None:
+        """Write (M, N, t, ...) into this share of (B, T, Hv, ...)."""
+        target = _rows_first(self._among_values(to[:, self.span], span))
+        target.copy_(x.unflatten(1, target.shape[1:3]))
 
     def put_queries(self, x: Tensor, to: Tensor, taken: slice = ALL) -> None:
-        """Write (N, G, R, ...) into this share of (B, R, H, ...)."""
+        """Write (N, G, R, ...) into this share of (B, R, Hq, ...), or add it to other heads'."""
         by_group = to.unflatten(2, (-1, self.inputs.group))
         target = by_group[self.batch, self.taken, self.heads][:, taken]
         target = target.permute(0, 2, 3, 1, *range(4, target.ndim))
-        target.copy_(x.unflatten(0, target.shape[:2]))
+        self._put(x.unflatten(0, target.shape[:2]), target)
+
+    def put_answers(self, x: Tensor, to: Tensor, taken: slice = ALL) -> None:
+        """Write (M, N, G, R, ...) into this share of (B, R, H, ...)."""
+        if self.inputs.num_values == 1:
+            self.put_queries(x[0], to, taken)
+            return
+        target = _rows_first(self._among_values(to[:, self.taken], taken))
+        target.copy_(x.squeeze(2).unflatten(1, target.shape[1:3]))
+
+    def _put(self, x: Tensor, target: Tensor) -> None:
+        """Write, or add if value heads of another share were here before."""
+        if self.values.start:
+            target += x
+        else:
+            target.copy_(x)
 
     def phi(self, taken: slice) -> Tensor:
         """Return the features of some queries, (N, G, R, r)."""
@@ -165,19 +221,15 @@ class Share:
         """Return the features of some keys, (N, t, r)."""
         return self.gated(self.key_features(span), self.inputs.key_gate, span)
 
-    def far(self, span: slice) -> Tensor:
-        """Return the features with which some keys are pooled, (N, t, r)."""
-        return self.gated(self.psi(span), self.inputs.write_weight, span)
-
     def gated(self, features: Tensor, gate: Tensor | None, span: slice) -> Tensor:
-        """Scale the features of some keys (N, t, r) by a gate (B, T, Hkv), if there is one."""
+        """Scale the features of some keys (N, t, r) by a gate (B, T, Hk), if there is one."""
         if gate is None:
             return features
         return features * self.of_keys(gate, span).to(features.dtype).unsqueeze(-1)
 
     def v(self, span: slice) -> Tensor:
         """Return values with a constant 1 appended, which gathers the normaliser (equation 1)."""
-        values, dtype = self.of_keys(self.inputs.v, span), self.inputs.dtype
+        values, dtype = self.of_values(self.inputs.v, span), self.inputs.dtype
         if not self.inputs.normalize:
             return values.to(dtype).contiguous()
         width = values.shape[-1]
@@ -190,37 +242,37 @@ class Share:
         """Take the outputs' gradient through the division: (g / s, -(g . o) / s) for o = y / s."""
         assert self.answer is not None
         grad_out, out, normalizer = self.answer
-        grad = self.of_queries(grad_out, taken).to(self.inputs.dtype)
+        grad = self.of_answers(grad_out, taken).to(self.inputs.dtype)
         if not self.inputs.normalize:
             return grad.contiguous()
-        inverse = inverse_or_zero(self.of_queries(normalizer, taken)).unsqueeze(-1)
-        dot = (grad * self.of_queries(out, taken)).sum(-1, keepdim=True)
+        inverse = inverse_or_zero(self.of_answers(normalizer, taken)).unsqueeze(-1)
+        dot = (grad * self.of_answers(out, taken)).sum(-1, keepdim=True)
         return torch.cat([grad, -dot], dim=-1).mul_(inverse)
 
     def zero_state(self) -> Tensor:
-        """Return the state of nothing, (N, r, p)."""
+        """Return the state of nothing, (M N, r, p)."""
         inputs = self.inputs
         width = inputs.v.shape[-1] + int(inputs.normalize)
-        shape = (self.num_rows, inputs.k.shape[-1], width)
+        shape = (self.num_values * self.num_rows, inputs.k.shape[-1], width)
         return torch.zeros(shape, dtype=inputs.dtype, device=inputs.k.device)
 
     @cached_property
     def decay(self) -> LogDecay | None:
-        """The running sums of the share's gates."""
+        """The running sums of the share's gates, (M N, T)."""
         log_decay = self.inputs.log_decay
-        return None if log_decay is None else LogDecay(self.of_keys(log_decay))
+        return None if log_decay is None else LogDecay(self.of_values(log_decay).flatten(0, 1))
 
     @property
     def causal(self) -> CausalBranch:
         """The causal branch of the share."""
-        num_chunks = chunks_per_block(self.num_rows, self.inputs.k.device)
+        num_chunks = chunks_per_block(self.num_values * self.num_rows, self.inputs.k.device)
         blocks = cut_blocks(self._segments(), num_chunks)
         return CausalBranch(self, self.decay, blocks, self.positions)
 
     @property
     def long_range(self) -> LongRangeBranch:
         """The long-range branch of the share."""
-        return LongRangeBranch(self, self.decay, self._routing(), self.kept)
+        return LongRangeBranch(EachHead(self), self.decay, self._routing(), self.kept)
 
     def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
@@ -236,21 +288,58 @@ class Share:
         return self.mask.segments(length)
 
     def _routing(self) -> Routing:
-        inputs, weight = self.inputs, self.inputs.read_weight
+        inputs = self.inputs
+        types, weight = inputs.query_type, inputs.read_weight
         return Routing(
             self.mask,
             self._segments(),
-            None if inputs.profile is None else self.of_keys(inputs.profile),
-            None if inputs.query_type is None else self.of_queries(inputs.query_type),
-            None if weight is None else self.of_queries(weight).to(inputs.dtype),
+            None if inputs.profile is None else self.of_values(inputs.profile).flatten(0, 1),
+            None if types is None else self.of_answers(types).flatten(0, 1),
+            None if weight is None else self.of_answers(weight).flatten(0, 1).to(inputs.dtype),
             self.positions,
         )
 
 
-def chunks_per_block(num_rows: int, device: torch.device) -> int:
-    """Choose how many chunks of each row to work off at once."""
+@dataclass(frozen=True)
+class EachHead:
+    """A share as the long-range branch sees it: M N rows, for every head of values its own."""
+
+    share: Share
+
+    def phi(self, taken: slice) -> Tensor:
+        """Return the features of some queries, (M N, G, R, r)."""
+        return self._repeated(self.share.phi(taken))
+
+    def far(self, span: slice) -> Tensor:
+        """Return the features with which some keys are pooled, (M N, t, r)."""
+        share, features = self.share, self._repeated(self.share.psi(span))
+        weight = share.inputs.write_weight
+        if weight is None:
+            return features
+        return features * share.of_values(weight, span).flatten(0, 1).to(features.dtype)[..., None]
+
+    def v(self, span: slice) -> Tensor:
+        """Return the values of some keys, (M N, t, p)."""
+        return self.share.v(span).flatten(0, 1)
+
+    def grad_y(self, taken: slice) -> Tensor:
+        """Return the gradient of some outputs, (M N, G, R, p)."""
+        return self.share.grad_y(taken).flatten(0, 1)
+
+    def _repeated(self, x: Tensor) -> Tensor:
+        """(N, ...) -> (M N, ...)."""
+        return x.expand(self.share.num_values, *x.shape).flatten(0, 1)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """(B, t, Hk, M, ...) -> (M, B, Hk, t, ...)."""
+    return x.permute(3, 0, 2, 1, *range(4, x.ndim))
+
+
+def chunks_per_block(num_states: int, device: torch.device) -> int:
+    """Choose how many chunks to work off at once, of so many states."""
     tiles = CPU_TILES if device.type == "cpu" else OTHER_TILES
-    return max(1, min(MAX_CHUNKS, tiles // num_rows))
+    return max(1, min(MAX_CHUNKS, tiles // num_states))
 
 
 def inverse_or_zero(normalizer: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""One block of the causal branch as tiles of keys and of queries, with the decay inside it."""
+"""One block of the causal branch as tiles of keys and of queries, with the decay inside it.
+
+Several heads of values may share their keys and queries, as those of a group of Mamba-2 do: the
+products of features are then made once. So it is values and answers that carry decay, not features.
+"""
 
 from __future__ import annotations
 
@@ -14,43 +18,45 @@ from smat.ops.pieces import Block
 class KeyTiles:
     """A block's keys and values, and the scan over its chunks.
 
-    ``to_end`` are the keys as they arrive at a chunk's end.
+    M heads of values share each row of keys. ``to_end`` are the values as a chunk's end sees them.
     """
 
     def __init__(self, block: Block, psi: Tensor, v: Tensor, decay: ChunkDecay | None) -> None:
-        """Cut a block's psi (N, t, r) and v (N, t, p)."""
-        self.block, self.decay, self.num_rows = block, decay, len(psi)
+        """Cut a block's psi (N, t, r) and v (M, N, t, p)."""
+        self.block, self.decay = block, decay
+        self.num_rows, self.num_heads = len(psi), len(v)
         self.psi, self.v = self.cut(psi), self.cut(v)
         if decay is None:
-            self.scan = plain_scan(self.num_rows, block.num_chunks, psi.dtype, psi.device)
-            self.to_end = self.psi
+            num_states = self.num_heads * self.num_rows
+            self.scan = plain_scan(num_states, block.num_chunks, psi.dtype, psi.device)
+            self.to_end = self.v
             return
         self.scan = ChunkScan(decay.between(block))
         self.until_end = self.cut_gates(decay.until_end)
-        self.to_end = self.psi * self.until_end
+        self.to_end = self.v * self.until_end
 
     def cut_gates(self, x: Tensor) -> Tensor:
-        """Take the block's part of (N, T) -> (N chunks, tile, 1), the last value behind the end."""
+        """Cut the block's part of (M N, T) -> (M, N chunks, tile, 1), the last value at the end."""
         x = x[:, self.block.start : self.block.stop]
         if self.block.padded > x.shape[1]:
             x = torch.cat([x, x[:, -1:].expand(-1, self.block.padded - x.shape[1])], 1)
-        return x.reshape(-1, self.block.tile, 1)
+        return x.reshape(self.num_heads, -1, self.block.tile, 1)
 
     def cut(self, x: Tensor) -> Tensor:
-        """(N, t, f) -> (N chunks, tile, f), zeros behind the last token."""
-        if self.block.padded > x.shape[1]:
-            x = F.pad(x, (0, 0, 0, self.block.padded - x.shape[1]))
-        return x.reshape(-1, self.block.tile, x.shape[-1])
+        """(..., N, t, f) -> (..., N chunks, tile, f), zeros behind the last token."""
+        if self.block.padded > x.shape[-2]:
+            x = F.pad(x, (0, 0, 0, self.block.padded - x.shape[-2]))
+        return x.unflatten(-2, (-1, self.block.tile)).flatten(-4, -3)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """(N chunks, tile, f) -> (N, t, f)."""
-        block = self.block
-        flat = tiles.view(self.num_rows, block.padded, -1)
-        return flat[:, : block.stop - block.start]
+        """(..., N chunks, tile, f) -> (..., N, t, f)."""
+        by_row = tiles.unflatten(-3, (self.num_rows, -1)).flatten(-3, -2)
+        return by_row[..., : self.block.stop - self.block.start, :]
 
     def chunk_sums(self) -> Tensor:
-        """Sum psi v' over each chunk, (N, chunks, r p)."""
-        return torch.bmm(self.to_end.mT, self.v).view(self.num_rows, self.block.num_chunks, -1)
+        """Sum psi v' over each chunk, (M N, chunks, r p)."""
+        sums = bmm_heads(self.psi.mT, self.to_end)
+        return sums.view(self.num_heads * self.num_rows, self.block.num_chunks, -1)
 
 
 class QueryTiles:
@@ -69,7 +75,6 @@ class QueryTiles:
         if positions is not None:
             self._place(positions - block.start)
         self.phi = self.cut(phi)
-        self.from_start = self.phi
         if keys.decay is not None:
             self._find_decay(keys.decay)
 
@@ -85,62 +90,98 @@ class QueryTiles:
         self.in_chunk[self.row, self.place] = offset % tile
 
     def _find_decay(self, decay: ChunkDecay) -> None:
+        """Find what is left within chunks, (M, N chunks, 1, width, tile), and since their start."""
         keys = self.keys
         parts = (keys.cut_gates(part).squeeze(-1) for part in decay.parts)
-        self.inside = lower_triangle(*parts).unsqueeze(1)
+        inside = lower_triangle(*parts)
         since_start = keys.cut_gates(decay.since_start)
         if self.chunks is not None:
             chunk, token = self.chunks[:, None], self.in_chunk.clamp(min=0)
             by_row = (keys.num_rows, keys.block.num_chunks)
-            self.inside = self.inside.unflatten(0, by_row)[:, chunk, 0, token].flatten(0, 1)
-            self.inside = self.inside.unsqueeze(1)
-            since_start = since_start.unflatten(0, by_row)[:, chunk, token].flatten(0, 1)
-        self.since_start = since_start.repeat(1, self.group, 1) if self.group > 1 else since_start
-        self.from_start = self.phi * self.since_start
+            inside = inside.unflatten(1, by_row)[:, :, chunk, token].flatten(1, 2)
+            since_start = since_start.unflatten(1, by_row)[:, :, chunk, token].flatten(1, 2)
+        self.inside = inside.unsqueeze(2)
+        self.since_start = since_start.repeat(1, 1, self.group, 1)
 
     def cut(self, x: Tensor) -> Tensor:
-        """(N, G, R, f) -> (N chunks, G width, f)."""
+        """(..., N, G, R, f) -> (..., N chunks, G width, f)."""
         if self.chunks is None:
-            if self.keys.block.padded > x.shape[2]:
-                x = F.pad(x, (0, 0, 0, self.keys.block.padded - x.shape[2]))
-            tiles = x.unflatten(2, (self.num_chunks, self.width))
+            if self.keys.block.padded > x.shape[-2]:
+                x = F.pad(x, (0, 0, 0, self.keys.block.padded - x.shape[-2]))
+            tiles = x.unflatten(-2, (self.num_chunks, self.width))
         else:
-            tiles = x.new_zeros(*x.shape[:2], self.num_chunks, self.width, x.shape[-1])
-            tiles[:, :, self.row, self.place] = x
-        return tiles.transpose(1, 2).reshape(-1, self.group * self.width, x.shape[-1])
+            tiles = x.new_zeros(*x.shape[:-2], self.num_chunks, self.width, x.shape[-1])
+            tiles[..., self.row, self.place, :] = x
+        return tiles.transpose(-4, -3).flatten(-3, -2).flatten(-4, -3)
 
     def join(self, tiles: Tensor) -> Tensor:
-        """(N chunks, G width, f) -> (N, G, R, f)."""
-        by_head = tiles.view(-1, self.num_chunks, self.group, self.width, tiles.shape[-1])
-        by_head = by_head.transpose(1, 2)
+        """(..., N chunks, G width, f) -> (..., N, G, R, f)."""
+        by_chunk = tiles.unflatten(-3, (self.keys.num_rows, -1))
+        by_head = by_chunk.unflatten(-2, (self.group, -1)).transpose(-4, -3)
         if self.chunks is None:
-            return by_head.flatten(2, 3)[:, :, : self.num_queries]
-        return by_head[:, :, self.row, self.place]
+            return by_head.flatten(-3, -2)[..., : self.num_queries, :]
+        return by_head[..., self.row, self.place, :]
 
     def of_chunks(self, tiles: Tensor) -> Tensor:
-        """Take the key tiles of the chunks that hold queries."""
+        """Take the key tiles (..., N chunks, a, b) of the chunks that hold queries."""
         if self.chunks is None:
             return tiles
-        return tiles.unflatten(0, (self.keys.num_rows, -1))[:, self.chunks].flatten(0, 1)
+        by_row = tiles.unflatten(-3, (self.keys.num_rows, -1))
+        return by_row[..., self.chunks, :, :].flatten(-4, -3)
 
     def to_chunks(self, tiles: Tensor) -> Tensor:
         """Put tiles of the chunks that hold queries among all chunks, zeros elsewhere."""
         if self.chunks is None:
             return tiles
-        num_rows, num_chunks = self.keys.num_rows, self.keys.block.num_chunks
-        spread = tiles.new_zeros(num_rows, num_chunks, *tiles.shape[1:])
-        spread[:, self.chunks] = tiles.unflatten(0, (num_rows, -1))
-        return spread.flatten(0, 1)
+        by_row = tiles.unflatten(-3, (self.keys.num_rows, -1))
+        shape = list(by_row.shape)
+        shape[-3] = self.keys.block.num_chunks
+        spread = tiles.new_zeros(shape)
+        spread[..., self.chunks, :, :] = by_row
+        return spread.flatten(-4, -3)
 
-    def hide_future_(self, scores: Tensor) -> Tensor:
-        """Mask score tiles in place: nothing behind the query, decay before it."""
-        tiles = scores.view(len(scores), self.group, self.width, -1)
+    def weigh(self, scores: Tensor) -> Tensor:
+        """Give score tiles (N chunks, G width, tile) every head's decay: (M, ...), or (1, ...)."""
+        if self.keys.decay is None or self.keys.num_heads == 1:
+            return self.weigh_(scores.unsqueeze(0))
+        by_query = scores.unflatten(1, (self.group, -1))
+        return self._hide_future_((self.inside * by_query).flatten(2, 3))
+
+    def weigh_(self, scores: Tensor) -> Tensor:
+        """Mask score tiles (M, N chunks, G width, tile) in place: decay, nothing of the future."""
         if self.keys.decay is not None:
-            tiles.mul_(self.inside)
+            scores.unflatten(2, (self.group, -1)).mul_(self.inside)
         elif self.chunks is None:
-            tiles.tril_()
+            scores.unflatten(2, (self.group, -1)).tril_()
+        return self._hide_future_(scores)
+
+    def _hide_future_(self, scores: Tensor) -> Tensor:
+        """Where there are queries at some positions only: padding among them sees nothing."""
         if self.chunks is not None:
             token = torch.arange(self.keys.block.tile, device=scores.device)
-            future = token > self.in_chunk[..., None]  # (chunks, width, tile); padding sees nothing
-            tiles.unflatten(0, (-1, self.num_chunks)).masked_fill_(future[None, :, None], 0.0)
+            future = token > self.in_chunk[..., None]  # (chunks, width, tile)
+            tiles = scores.unflatten(1, (-1, self.num_chunks)).unflatten(-2, (self.group, -1))
+            tiles.masked_fill_(future[:, None], 0.0)
         return scores
+
+
+def bmm_heads(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply tiles of M heads, (M, n, b, c), by tiles (M, n, a, b), or by shared ones, (n, a, b).
+
+    Neither side is copied, however heads lie in memory.
+    """
+    if len(right) == 1:
+        return torch.bmm(left.view(left.shape[-3:]), right[0]).unsqueeze(0)
+    lefts = left.expand(len(right), *left.shape[-3:])
+    products = right.new_empty(*lefts.shape[:-1], right.shape[-1])
+    for head in range(len(right)):
+        torch.bmm(lefts[head], right[head], out=products[head])
+    return products
+
+
+def add_bmm_heads_(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add the products of M heads' tiles to (M, n, a, c), or all of them to one (n, a, c)."""
+    lefts, totals = (x.expand(len(right), *x.shape[-3:]) for x in (left, onto))
+    for head in range(len(right)):
+        totals[head].baddbmm_(lefts[head], right[head])
+    return onto

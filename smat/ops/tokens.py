@@ -72,6 +72,7 @@ def load_tokens(
     phi = None
     if q is not None:
         phi = _features(state, q if before is None else before(q))
+        phi = _heads(phi, sizes.query_heads, "q")
     psi = _heads(_features(state, k if before is None else before(k)), sizes.heads, "k")
     v = _heads(v.to(dtype), sizes.heads, "v")
     if sizes.normalize:
@@ -124,8 +125,10 @@ def _check_values(state: StateTables, q: Tensor | None, k: Tensor, v: Tensor) ->
             raise ValueError(f"{name} must be floating-point, got {x.dtype}")
         if x.device != state.device:
             raise ValueError(f"{name} is on {x.device}, but the state on {state.device}")
-    if q is not None and q.shape[2] != sizes.query_heads:
-        raise ValueError(f"q must have {sizes.query_heads} heads, got {q.shape[2]}")
+    shares = k.shape[2] < v.shape[2]  # heads of values that share a query and a key
+    query_heads = k.shape[2] if shares else sizes.query_heads
+    if q is not None and q.shape[2] != query_heads:
+        raise ValueError(f"q must have {query_heads} heads, got {q.shape[2]}")
     if v.shape[2:] not in ((sizes.heads, sizes.value_dim), (k.shape[2], sizes.value_dim)):
         raise ValueError(
             f"v must have {k.shape[2]} heads of width {sizes.value_dim}, got {tuple(v.shape)}"

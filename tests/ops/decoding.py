@@ -17,9 +17,20 @@ SCHEDULES = {
 KINDS = ("plain", "gated", "routed", "gated and routed")
 
 
-def make_case(mask, seq_len, kind="plain", *, batch=2, heads=2, group=2, seed=0, harsh=False):
+def make_case(
+    mask,
+    seq_len,
+    kind="plain",
+    *,
+    batch=2,
+    heads=2,
+    group=2,
+    seed=0,
+    harsh=False,
+    sharing="queries",
+):
     """Draw q, k, v, and gates or routing as the kind says."""
-    inputs = make_inputs(seq_len, batch=batch, heads=heads, group=group, seed=seed)
+    inputs = make_inputs(seq_len, batch=batch, heads=heads, group=group, seed=seed, sharing=sharing)
     shape = inputs["k"].shape[:3]
     generator = torch.Generator().manual_seed(seed + 7)
     if "gated" in kind:
@@ -29,8 +40,8 @@ def make_case(mask, seq_len, kind="plain", *, batch=2, heads=2, group=2, seed=0,
     if "routed" in kind:
         geometry = mask.geometry
         inputs["profile"] = torch.randint(geometry.num_profiles, shape, generator=generator)
-        of_queries = inputs["q"].shape[:3]
-        inputs["query_type"] = torch.randint(geometry.num_types, of_queries, generator=generator)
+        of_answers = (*shape[:2], heads * group)
+        inputs["query_type"] = torch.randint(geometry.num_types, of_answers, generator=generator)
     if kind == "gated and routed":
         inputs["write_weight"] = torch.rand(shape, generator=generator, dtype=torch.float64)
     return inputs
@@ -39,8 +50,9 @@ def make_case(mask, seq_len, kind="plain", *, batch=2, heads=2, group=2, seed=0,
 def empty_for(mask, inputs, **options):
     """Start a state for the given inputs."""
     k, v = inputs["k"], inputs["v"]
+    answers = max(inputs["q"].shape[2], v.shape[2])
     return smat.SMatState.empty(
-        mask, len(k), k.shape[2], k.shape[3], v.shape[3], query_heads=inputs["q"].shape[2],
+        mask, len(k), v.shape[2], k.shape[3], v.shape[3], query_heads=answers,
         dtype=torch.promote_types(v.dtype, torch.float32),
         weighted="write_weight" in inputs, **options,
     )  # fmt: skip

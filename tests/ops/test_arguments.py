@@ -48,6 +48,10 @@ def test_widths_and_heads():
     complaint("heads", "(2, 40, 1, 3)", v=torch.zeros(2, T, 1, 3))
     none = torch.zeros(2, T, 0, 4)
     complaint("multiple", "0", k=none, v=none)
+    complaint("multiple", "0", v=none)
+    complaint("multiple", "3", "2", v=torch.zeros(2, T, 3, 4))
+    several = {"q": torch.zeros(2, T, 4, 4), "v": torch.zeros(2, T, 6, 4)}
+    complaint("either", "4 query heads", "6 value heads", "2 key heads", **several)
 
 
 def test_lengths_past_the_horizon():

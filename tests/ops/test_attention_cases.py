@@ -158,6 +158,24 @@ def test_grouped_heads_equal_repeated_keys():
         assert relative_rms(grads[name], summed) <= 1e-10
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_heads_that_share_queries_and_keys_equal_repeated_ones(gated):
+    mask, inputs = smat.SMatMask(70, 3, 8), make_inputs(70, heads=2, group=3, sharing="values")
+    if gated:
+        inputs["log_decay"] = mild_gates((2, 70, 6))
+    repeated = {
+        name: x.repeat_interleave(3, 2) if name in ("q", "k") else x for name, x in inputs.items()
+    }
+    out, grads = attend(inputs, mask)
+    out_repeated, grads_repeated = attend(repeated, mask)
+    assert relative_rms(out, out_repeated) <= 1e-12
+    for name, grad in grads.items():
+        expected = grads_repeated[name]
+        if name in ("q", "k"):
+            expected = expected.unflatten(2, (2, 3)).sum(3)
+        assert relative_rms(grad, expected) <= 1e-10
+
+
 def test_strided_inputs_and_gradients():
     mask = smat.SMatMask(70, 3, 8)
     inputs = make_inputs(70)

@@ -36,6 +36,10 @@ def arguments(kind, seq_len):
         "padded": {"attention_mask": torch.arange(seq_len).expand(2, -1) > 5},
         "packed": {"cu_seqlens": torch.tensor([0, 20, 20, seq_len])},
         "rows": {"positions": torch.tensor([5, 3, seq_len - 1])},
+        "shared": {
+            "v": inputs["v"].repeat(1, 1, 2, 1),
+            "log_decay": mild_gates((*shape[:2], 2 * shape[2])).float(),
+        },
     }
     return inputs | extra[kind]
 
@@ -44,7 +48,9 @@ def run(mask, tensors, **options):
     return smat.smat_attention(mask=mask, **tensors, **options)[0]
 
 
-@pytest.mark.parametrize("kind", ["plain", "gated", "content", "reads", "padded", "packed", "rows"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "gated", "content", "reads", "padded", "packed", "rows", "shared"]
+)
 def test_one_graph_serves_every_length(kind):
     torch.compiler.reset()
     graphs = []

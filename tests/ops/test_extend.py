@@ -47,15 +47,16 @@ def extend_in_pieces(state, inputs, cuts, inplace):
     cuts=st.lists(st.integers(1, 149), max_size=8),
     inplace=st.booleans(),
     harsh=st.booleans(),
+    sharing=st.sampled_from(["queries", "values"]),
 )
 @settings(max_examples=40)
-def test_random_pieces_are_one_prefill(vc_dim, schedule, kind, cuts, inplace, harsh):
+def test_random_pieces_are_one_prefill(vc_dim, schedule, kind, cuts, inplace, harsh, sharing):
     mask = smat.SMatMask(150, vc_dim, 8, boundary=SCHEDULES[schedule])
-    inputs = make_case(mask, 150, kind, harsh=harsh)
+    inputs = make_case(mask, 150, kind, harsh=harsh, sharing=sharing)
     whole, last = prefill(inputs, mask)
     found, state = extend_in_pieces(empty_for(mask, inputs), inputs, cuts, inplace)
     assert worst_row(found, whole) <= 1e-12
-    more = make_case(mask, 12, kind, seed=9)
+    more = make_case(mask, 12, kind, seed=9, sharing=sharing)
     assert worst_row(decode(state, more)[0], decode(last, more)[0]) <= 1e-12
 
 

@@ -28,10 +28,12 @@ BOUNDARIES = {
 }
 
 
-def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads=0):
+def draw_case(
+    seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads=0, sharing="queries"
+):
     schedule = smat.kept(seq_len // 3) if boundary == "kept" else BOUNDARIES[boundary]
     mask = smat.SMatMask(seq_len, vc_dim, 4, 3, schedule)
-    inputs = make_inputs(seq_len, group=group, seed=seed)
+    inputs = make_inputs(seq_len, group=group, seed=seed, sharing=sharing)
     shape, generator = (2, seq_len, 2), torch.Generator().manual_seed(seed)
     if gated != "no":
         inputs["log_decay"] = (mild_gates if gated == "mild" else mixed_gates)(shape, seed)
@@ -61,11 +63,25 @@ def draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads=0
     normalize=st.booleans(),
     branch=st.sampled_from(["both", "causal", "long_range"]),
     feature_map=st.sampled_from(["elu", "identity"]),
+    sharing=st.sampled_from(["queries", "values"]),
 )
 def test_rows_are_those_of_the_oracle(
-    seq_len, vc_dim, group, seed, gated, routed, num_reads, boundary, normalize, branch, feature_map
+    seq_len,
+    vc_dim,
+    group,
+    seed,
+    gated,
+    routed,
+    num_reads,
+    boundary,
+    normalize,
+    branch,
+    feature_map,
+    sharing,
 ):
-    mask, inputs = draw_case(seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads)
+    mask, inputs = draw_case(
+        seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads, sharing
+    )
     options = {"normalize": normalize and feature_map == "elu", "branch": branch}
     rows = torch.randint(seq_len, (5,), generator=torch.Generator().manual_seed(seed))
     own = leaves(inputs)

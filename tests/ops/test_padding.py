@@ -24,9 +24,9 @@ SCHEDULES = [None, smat.kept(13), smat.doubling(), smat.window(8)]
 SPANS = [(20, 50), (0, 37), (9, 41), (0, 50), (50, 50), (17, 18)]
 
 
-def full_inputs(seq_len, batch, mask, content):
+def full_inputs(seq_len, batch, mask, content, sharing="queries"):
     """Draw every tensor that the op takes."""
-    inputs = make_inputs(seq_len, batch=batch, group=2)
+    inputs = make_inputs(seq_len, batch=batch, group=2, sharing=sharing)
     generator = torch.Generator().manual_seed(5)
     shape = (batch, seq_len, 2)
     inputs["log_decay"] = mild_gates(shape)
@@ -76,9 +76,10 @@ def assert_rows_alone(inputs, mask, feature_map="elu"):
 
 @pytest.mark.parametrize("boundary", SCHEDULES, ids=str)
 @pytest.mark.parametrize("content", [False, True])
-def test_padded_rows_equal_rows_alone(boundary, content):
+@pytest.mark.parametrize("sharing", ["queries", "values"])
+def test_padded_rows_equal_rows_alone(boundary, content, sharing):
     mask = smat.SMatMask(50, 3, 4, boundary=boundary)
-    assert_rows_alone(full_inputs(50, len(SPANS), mask, content), mask)
+    assert_rows_alone(full_inputs(50, len(SPANS), mask, content, sharing), mask)
 
 
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e300])
@@ -128,9 +129,10 @@ EDGES = [0, 0, 1, 14, 14, 14, 78, 120, 120]
 
 @pytest.mark.parametrize("boundary", SCHEDULES, ids=str)
 @pytest.mark.parametrize("at_positions", [False, True])
-def test_packed_sequences_equal_sequences_alone(boundary, at_positions):
+@pytest.mark.parametrize("sharing", ["queries", "values"])
+def test_packed_sequences_equal_sequences_alone(boundary, at_positions, sharing):
     mask = smat.SMatMask(120, 3, 4, boundary=boundary)
-    inputs = full_inputs(120, 1, mask, content=False)
+    inputs = full_inputs(120, 1, mask, content=False, sharing=sharing)
     own = leaves(inputs)
     rows = torch.tensor([0, 119, 13, 14, 77, 80, 40]) if at_positions else torch.arange(120)
     with poisoned_memory():
