@@ -1,9 +1,10 @@
 """Groups that tokens name themselves: visits sorted by group, products of tiles of equal width.
 
 A token may visit several groups, each with a weight of its own: the k types that a query reads. The
-visits of a group fill tiles of at most ``TILE_VISITS``; tiles of about the same size are padded to
-one width and multiplied together, so that a product costs what dense ones cost, for groups of any
-size.
+visits of a group fill tiles of at most ``TILE_VISITS``. Where groups are about as large, neighbours
+are padded to one width and their states are used where they stand; else tiles of about one size are
+collected and padded, which costs a copy of their states. Either way a product costs what dense ones
+cost, for groups of any size.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from smat.ops.workspace import scratch
 TILE_VISITS = 256  # of one group, at most
 BATCH_VISITS = 1 << 14  # of the tiles that are multiplied together
 FEW_VISITS = 8  # narrower tiles are not told apart by size
+RUN_GROUPS = 128  # groups that stand side by side and are multiplied together
+MAX_PADDED = 2  # visits with padding, against those without, up to which groups keep their order
 
 
 class Tiles(NamedTuple):
@@ -170,12 +173,13 @@ def _cut_tiles(order: Tensor, counts: Tensor) -> Iterator[Tiles]:
     if num_visits == 0:
         return
     offsets = counts.cumsum(0) - counts
-    largest = int(counts.max())
-    if largest <= TILE_VISITS and 4 * largest * len(counts) <= 5 * num_visits:
-        step = max(1, BATCH_VISITS // largest)
-        for first in range(0, len(counts), step):
-            some = slice(first, first + step)
-            yield _fill(some, offsets[some], counts[some], largest, order)
+    runs = counts.split(RUN_GROUPS)
+    widths = [int(run.max()) for run in runs]
+    padded = sum(width * len(run) for width, run in zip(widths, runs, strict=True))
+    if max(widths) <= TILE_VISITS and padded <= MAX_PADDED * num_visits:
+        for place, width in enumerate(widths):
+            some = slice(place * RUN_GROUPS, (place + 1) * RUN_GROUPS)
+            yield _fill(some, offsets[some], counts[some], width, order)
         return
     tiles_of_group = -(-counts // TILE_VISITS)
     group = torch.arange(len(counts), device=device).repeat_interleave(tiles_of_group)

@@ -48,6 +48,24 @@ def test_products_equal_loops(num_rows, length, num_groups):
         torch.testing.assert_close(found_left, read_left, rtol=1e-13, atol=1e-13)
 
 
+def test_groups_in_order_beside_groups_without_visits():
+    index = (128 + torch.arange(300) % 128).expand(2, -1)
+    groups = SortedGroups(index, num_groups=300)
+    assert all(isinstance(tiles.group, slice) for tiles in groups.tiles)
+    left, right = normal(2, 300, 4), normal(2, 300, 3, seed=1)
+    sums = torch.zeros(2, 300, 4, 3, dtype=torch.float64)
+    for row in range(2):
+        sums[row].index_add_(0, index[row], left[row].unsqueeze(-1) * right[row].unsqueeze(-2))
+    with poisoned_memory():
+        found = groups.outer_sum(left, right)
+        read = groups.read(left, sums)
+    torch.testing.assert_close(found, sums, rtol=1e-13, atol=1e-13)
+    expected = torch.stack(
+        [torch.einsum("tr,trp->tp", left[row], sums[row, index[row]]) for row in range(2)]
+    )
+    torch.testing.assert_close(read, expected, rtol=1e-13, atol=1e-13)
+
+
 @pytest.mark.parametrize(("num_rows", "length", "num_groups"), SHAPES)
 def test_reading_is_the_adjoint_of_summing(num_rows, length, num_groups):
     left, right = normal(num_rows, length, 4), normal(num_rows, length, 3, seed=1)
