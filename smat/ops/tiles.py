@@ -101,7 +101,8 @@ class QueryTiles:
             inside = inside.unflatten(1, by_row)[:, :, chunk, token].flatten(1, 2)
             since_start = since_start.unflatten(1, by_row)[:, :, chunk, token].flatten(1, 2)
         self.inside = inside.unsqueeze(2)
-        self.since_start = since_start.repeat(1, 1, self.group, 1)
+        several = self.group > 1
+        self.since_start = since_start.repeat(1, 1, self.group, 1) if several else since_start
 
     def cut(self, x: Tensor) -> Tensor:
         """(..., N, G, R, f) -> (..., N chunks, G width, f)."""
