@@ -59,7 +59,13 @@ def smat_backward(
 ) -> dict[str, Tensor]:
     """Find the gradient of every differentiable input, by name."""
     given = {name: getattr(inputs, name) for name in DIFFERENTIABLE}
-    grads = {name: torch.empty_like(x) for name, x in given.items() if x is not None}
+    # Shares add to what heads of values have in common, q and k, in the dtype of the sums.
+    shared = ("q", "k", "key_gate") if inputs.num_values > 1 else ()
+    grads = {
+        name: torch.empty_like(x, dtype=inputs.dtype if name in shared else x.dtype)
+        for name, x in given.items()
+        if x is not None
+    }
     for share in inputs.shares(tables, (grad_out, out, normalizer)):
         distant = share.long_range.backward() if inputs.branch != "causal" else None
         moved = None if inputs.log_decay is None else _moved_by_answers(share)
@@ -68,7 +74,7 @@ def smat_backward(
         if moved is not None and inputs.log_decay is not None:
             grad = grad_log_decay(moved, share.of_values(inputs.log_decay))
             share.put_values(grad, grads["log_decay"])
-    return grads
+    return {name: grad.to(given[name].dtype) for name, grad in grads.items()}
 
 
 def _recent_backward(share: Share) -> Iterator[BlockGrads]:

@@ -21,13 +21,13 @@ from smat.ops.causal import CausalBranch
 from smat.ops.decay import LogDecay
 from smat.ops.feature_maps import pointwise_rows
 from smat.ops.long_range import LongRangeBranch
+from smat.ops.part import Part
 from smat.ops.pieces import cut_blocks
 from smat.ops.routing import Routing
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # rows x tokens of a share
 CPU_TILES, OTHER_TILES = 128, 1 << 12  # tiles of a block
 MAX_CHUNKS = 64  # of a row in a block: the scan within it costs their root for each
-ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -92,12 +92,11 @@ class Inputs:
             heads = max(1, min(num_heads, rows // num_values))
             batch = max(1, min(num_batch, rows // (num_values * num_heads)))
             taken, positions = self._queries_in(span)
-            starts = range(0, num_batch, batch), range(0, num_heads, heads)
-            for first, head, value in itertools.product(*starts, range(0, num_values, values)):
+            cuts = _cut(num_batch, batch), _cut(num_heads, heads), _cut(num_values, values)
+            for part in itertools.product(*cuts):
                 share = Share(
-                    self, slice(first, first + batch), slice(head, head + heads),
-                    slice(value, value + values), span, taken, positions, mask, answer,
-                )  # fmt: skip
+                    self.group, num_values, *part, span, taken, self, positions, mask, answer
+                )
                 num_states = share.num_values * share.num_rows
                 if of_row is not None:
                     share = replace(share, kept=of_row[done : done + num_states].view(-1))
@@ -124,88 +123,14 @@ class Inputs:
 
 
 @dataclass(frozen=True)
-class Share:
-    """Some batch rows, key heads and value heads of each, and one span of time with its queries."""
+class Share(Part):
+    """One part of the arguments, and what the branches want to know of it."""
 
     inputs: Inputs
-    batch: slice
-    heads: slice
-    values: slice
-    span: slice
-    taken: slice
     positions: Tensor | None
     mask: SMatMask
     answer: tuple[Tensor, Tensor, Tensor] | None = None  # gradient of out, out, normaliser
     kept: Tensor | None = None  # memory for the type table
-
-    @property
-    def num_rows(self) -> int:
-        """N: batch rows times key heads."""
-        return len(range(self.inputs.k.shape[0])[self.batch]) * len(
-            range(self.inputs.k.shape[2])[self.heads]
-        )
-
-    @property
-    def num_values(self) -> int:
-        """M: the heads of values of each row."""
-        return len(range(self.inputs.num_values)[self.values])
-
-    def of_keys(self, x: Tensor, span: slice = ALL) -> Tensor:
-        """Take some tokens of this share of (B, T, Hk, ...), as (N, t, ...)."""
-        return x[self.batch, self.span, self.heads][:, span].transpose(1, 2).flatten(0, 1)
-
-    def of_values(self, x: Tensor, span: slice = ALL) -> Tensor:
-        """Take some tokens of this share of (B, T, Hv, ...), as (M, N, t, ...)."""
-        return _rows_first(self._among_values(x[:, self.span], span)).flatten(1, 2)
-
-    def of_queries(self, x: Tensor, taken: slice = ALL) -> Tensor:
-        """Take some queries of this share of (B, R, Hq, ...), as (N, G, R, ...)."""
-        by_group = x.unflatten(2, (-1, self.inputs.group))
-        share = by_group[self.batch, self.taken, self.heads][:, taken]
-        return share.permute(0, 2, 3, 1, *range(4, share.ndim)).flatten(0, 1)
-
-    def of_answers(self, x: Tensor, taken: slice = ALL) -> Tensor:
-        """Take some queries of this share of (B, R, H, ...), as (M, N, G, R, ...)."""
-        if self.inputs.num_values == 1:
-            return self.of_queries(x, taken).unsqueeze(0)
-        return _rows_first(self._among_values(x[:, self.taken], taken)).flatten(1, 2).unsqueeze(2)
-
-    def _among_values(self, x: Tensor, tokens: slice) -> Tensor:
-        """Take this share of (B, T, Hv, ...), as (B', t, Hk', M, ...)."""
-        by_row = x.unflatten(2, (-1, self.inputs.num_values))
-        return by_row[self.batch, tokens, self.heads, self.values]
-
-    def put_keys(self, x: Tensor, to: Tensor, span: slice = ALL) -> None:
-        """Write (N, t, ...) into this share of (B, T, Hk, ...), or add it to other heads' parts."""
-        target = to[self.batch, self.span, self.heads][:, span].transpose(1, 2)
-        self._put(x.unflatten(0, target.shape[:2]), target)
-
-    def put_values(self, x: Tensor, to: Tensor, span: slice = ALL) -> None:
-        """Write (M, N, t, ...) into this share of (B, T, Hv, ...)."""
-        target = _rows_first(self._among_values(to[:, self.span], span))
-        target.copy_(x.unflatten(1, target.shape[1:3]))
-
-    def put_queries(self, x: Tensor, to: Tensor, taken: slice = ALL) -> None:
-        """Write (N, G, R, ...) into this share of (B, R, Hq, ...), or add it to other heads'."""
-        by_group = to.unflatten(2, (-1, self.inputs.group))
-        target = by_group[self.batch, self.taken, self.heads][:, taken]
-        target = target.permute(0, 2, 3, 1, *range(4, target.ndim))
-        self._put(x.unflatten(0, target.shape[:2]), target)
-
-    def put_answers(self, x: Tensor, to: Tensor, taken: slice = ALL) -> None:
-        """Write (M, N, G, R, ...) into this share of (B, R, H, ...)."""
-        if self.inputs.num_values == 1:
-            self.put_queries(x[0], to, taken)
-            return
-        target = _rows_first(self._among_values(to[:, self.taken], taken))
-        target.copy_(x.squeeze(2).unflatten(1, target.shape[1:3]))
-
-    def _put(self, x: Tensor, target: Tensor) -> None:
-        """Write, or add if value heads of another share were here before."""
-        if self.values.start:
-            target += x
-        else:
-            target.copy_(x)
 
     def phi(self, taken: slice) -> Tensor:
         """Return the features of some queries, (N, G, R, r)."""
@@ -331,9 +256,8 @@ class EachHead:
         return x.expand(self.share.num_values, *x.shape).flatten(0, 1)
 
 
-def _rows_first(x: Tensor) -> Tensor:
-    """(B, t, Hk, M, ...) -> (M, B, Hk, t, ...)."""
-    return x.permute(3, 0, 2, 1, *range(4, x.ndim))
+def _cut(total: int, size: int) -> list[slice]:
+    return [slice(first, min(first + size, total)) for first in range(0, total, size)]
 
 
 def chunks_per_block(num_states: int, device: torch.device) -> int:

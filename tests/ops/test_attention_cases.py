@@ -176,6 +176,22 @@ def test_heads_that_share_queries_and_keys_equal_repeated_ones(gated):
         assert relative_rms(grad, expected) <= 1e-10
 
 
+def test_many_heads_in_many_shares_add_to_one_gradient_without_rounding():
+    inputs = make_inputs(40, heads=1, group=48, sharing="values", dtype=torch.bfloat16)
+    inputs["v"] = inputs["v"].abs()  # so that the heads' gradients do not cancel
+    weights = torch.ones(2, 40, 48, 3)
+    mask = smat.SMatMask(40, 3, 8)
+    with small_blocks(tokens=40):  # one head a share
+        own = leaves(inputs)
+        out, _ = smat.smat_attention(mask=mask, **own, normalize=False)
+        grads = torch.autograd.grad(out, [own["q"], own["k"]], weights.to(out.dtype))
+    exact = leaves(inputs, torch.float64)
+    dense = smat.reference_attention(mask=mask, **exact, normalize=False)
+    expected = torch.autograd.grad(dense, [exact["q"], exact["k"]], weights.double())
+    for grad, true in zip(grads, expected, strict=True):
+        assert relative_rms(grad, true) <= 4e-3  # a rounding of the sum, not one for each head
+
+
 def test_strided_inputs_and_gradients():
     mask = smat.SMatMask(70, 3, 8)
     inputs = make_inputs(70)
