@@ -33,9 +33,8 @@ class Projected(NamedTuple):
     def per_head(self) -> tuple[Tensor, Tensor]:
         """Give every head the C and the B of its group, (B, T, H, N)."""
         heads_of_group = self.v.shape[2] // self.q.shape[2]
-        return self.q.repeat_interleave(heads_of_group, 2), self.k.repeat_interleave(
-            heads_of_group, 2
-        )
+        q, k = (x.repeat_interleave(heads_of_group, 2) for x in (self.q, self.k))
+        return q, k
 
 
 class Mamba2(Mixer):
