@@ -174,7 +174,7 @@ def _cut_tiles(order: Tensor, counts: Tensor) -> Iterator[Tiles]:
         return
     offsets = counts.cumsum(0) - counts
     runs = counts.split(RUN_GROUPS)
-    widths = [int(run.max()) for run in runs]
+    widths = torch.stack([run.max() for run in runs]).tolist()
     padded = sum(width * len(run) for width, run in zip(widths, runs, strict=True))
     if max(widths) <= TILE_VISITS and padded <= MAX_PADDED * num_visits:
         for place, width in enumerate(widths):
