@@ -13,6 +13,7 @@ from smat.ops.feature_maps import pointwise_backward_
 from smat.ops.long_range import LongRangeGrads
 from smat.ops.pieces import Block
 from smat.ops.rows import Inputs, Share, inverse_or_zero
+from smat.ops.tiles import sum_heads
 
 DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight", "read_weight")
 
@@ -124,7 +125,7 @@ def _put_grads(
     if distant is not None:
         seen = distant.phi.of(block.boundary, taken)
         if grad_phi is not None and seen is not None:
-            grad_phi = grad_phi + seen.unflatten(0, (share.num_values, -1)).sum(0)
+            grad_phi = grad_phi + sum_heads(seen.unflatten(0, (share.num_values, -1)))
         if block.stop <= distant.psi.shape[1]:
             far = distant.psi[:, span].unflatten(0, (share.num_values, -1))
             grad_v = grad_v + distant.v[:, span].view_as(grad_v)
@@ -141,7 +142,7 @@ def _put_grads(
         pulled = torch.zeros_like(weight) if far is None else (psi * far).sum(-1)
         share.put_values(pulled, grads["write_weight"], span)
         far = None if far is None else far * weight.unsqueeze(-1)
-    grad_psi = grad_psi if far is None else grad_psi + far.sum(0)
+    grad_psi = grad_psi if far is None else grad_psi + sum_heads(far)
     if moved is not None:
         moved[..., span] -= (recent.v_value * grad_v).sum(-1)
     if grad_phi is not None:

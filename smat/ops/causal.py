@@ -28,7 +28,7 @@ from torch import Tensor
 from smat.ops.chunk_scan import ChunkScan
 from smat.ops.decay import ChunkDecay, LogDecay
 from smat.ops.pieces import Block
-from smat.ops.tiles import KeyTiles, QueryTiles, add_bmm_heads_, bmm_heads
+from smat.ops.tiles import KeyTiles, QueryTiles, add_bmm_heads_, bmm_heads, sum_heads
 
 
 class Source(Protocol):
@@ -204,8 +204,7 @@ class _Asked:
         """Find the gradient of phi, and what the dense tiles give to psi and, added on, to v."""
         queries, keys = self.queries, self.queries.keys
         psi, v = queries.of_chunks(keys.psi), queries.of_chunks(keys.v)
-        grad_scores = queries.weigh_(bmm_heads(self.grad_y, v.mT))
-        grad_scores = grad_scores.sum(0) if len(grad_scores) > 1 else grad_scores[0]
+        grad_scores = sum_heads(queries.weigh_(bmm_heads(self.grad_y, v.mT)))
         grad_phi = torch.bmm(grad_scores, psi)
         add_bmm_heads_(grad_phi, self.at_start, queries.of_chunks(self.before).mT)
         scores = queries.weigh(torch.bmm(queries.phi, psi.mT))

@@ -180,6 +180,11 @@ def bmm_heads(left: Tensor, right: Tensor) -> Tensor:
     return products
 
 
+def sum_heads(x: Tensor) -> Tensor:
+    """Sum over M heads, (M, ...) -> (...), without a copy if there is one."""
+    return x.sum(0) if len(x) > 1 else x[0]
+
+
 def add_bmm_heads_(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add the products of M heads' tiles to (M, n, a, c), or all of them to one (n, a, c)."""
     lefts, totals = (x.expand(len(right), *x.shape[-3:]) for x in (left, onto))
