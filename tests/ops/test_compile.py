@@ -115,8 +115,15 @@ def test_the_operator_keeps_its_promises(dtype, keeps_tables):
     torch.library.opcheck(attend, (*tensors, *options))
 
 
+def test_the_operator_keeps_its_promises_to_heads_that_share_keys():
+    own = leaves(arguments("shared", 24))
+    tensors = [own[name] for name in ("q", "k", "v", "log_decay")]
+    options = (*[None] * 7, MASK.recipe, "elu", True, "both", 0)
+    torch.library.opcheck(attend, (*tensors, *options))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "gated", "padded"])
+@pytest.mark.parametrize("kind", ["plain", "gated", "padded", "shared"])
 def test_inductor(kind):
     torch.compiler.reset()
     compiled = torch.compile(run, fullgraph=True, dynamic=True)
