@@ -13,13 +13,12 @@ and for j = 2..D
 then ``U[a2..aD, b] = WD[a2..aD, b]``. Directions with leading zeros see F summed over its first
 coordinate: the same problem, one dimension lower.
 
-Each shear adds q rows of a table per row of the next, an ``embedding_bag`` in sum mode: rows are
-accumulated in registers and written once. The lower-dimensional problems ride along (shears.py), so
-that D-1 calls make a whole table and nothing is summed, copied or joined beside them. Columns are
-taken in blocks so narrow that the q^2 rows which one slab of a shear mixes stay in cache, and the
-rows of every intermediate table are ordered slab by slab; ``smat bench tabulate`` compares the
-forms. A Fourier-slice form needs as many passes over the table and loses digits where states differ
-in size, so there is none.
+Each shear adds q rows of a table per row of the next (row_sums.py). The lower-dimensional problems
+ride along (shears.py), so that D-1 sums make a whole table and nothing is summed, copied or joined
+beside them. The rows of every intermediate table are ordered slab by slab, so that the q^2 rows
+which one slab of a shear mixes stay in cache; ``smat bench tabulate`` compares the forms. A
+Fourier-slice form needs as many passes over the table and loses digits where states differ in size,
+so there is none.
 """
 
 from __future__ import annotations
@@ -27,16 +26,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from smat.geometry import hyperplanes
+from smat.geometry.row_sums import Stage, sum_rows
 from smat.geometry.shears import backprojection_stages, tabulation_stages
 from smat.geometry.tables import cached_table
 
 METHODS = ("factored", "algorithm2", "dense")
-BLOCK_ELEMENTS = 1 << 19  # of a table's block of columns: 2 MB of fp32
-BLOCK_COLUMNS = (128, 1024)  # narrower ones cost more to copy than they save, wider ones miss
 
 
 def tabulation_cost(field_size: int, ambient_dim: int, method: str = "factored") -> int:
@@ -65,18 +62,25 @@ def tabulate_tables(
     field_size: int,
     ambient_dim: int,
     method: str = "factored",
+    *,
     out: Tensor | None = None,
+    place: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Apply C to a stack of tables, (N, P, S) -> (N, B, S), in the table's own dtype.
 
-    Where a type is a point, D < 2, the answer may be the table itself if no ``out`` is given.
+    Where a type is a point, D < 2, the answer may be the table itself if no ``out`` is given. But
+    for the dense form, `place` and `order` may say where points stand and which types are wanted
+    where, as `sum_rows` takes them.
     """
-    num_types = max(1, field_size * hyperplanes.count_directions(field_size, ambient_dim))
+    shape = (field_size, ambient_dim, table.device)
     if method == "dense":
-        incidence = hyperplanes.incidence(field_size, ambient_dim, table.device)
+        incidence = hyperplanes.incidence(*shape)
         return torch.matmul(incidence.to(table.dtype), table, out=out)
-    transform = _tabulate_block if method == "factored" else _tabulate_block_by_incidence
-    return _by_blocks(transform, table, out, num_types, field_size, ambient_dim)
+    stages = (
+        tabulation_stages(*shape) if method == "factored" else _only_stage(incident_points, *shape)
+    )
+    return sum_rows(table, stages, out=out, place=place, order=order)
 
 
 def backproject_tables(
@@ -84,78 +88,35 @@ def backproject_tables(
     field_size: int,
     ambient_dim: int,
     method: str = "factored",
+    *,
     out: Tensor | None = None,
+    place: Tensor | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """Apply C' to a stack of tables, (N, B, S) -> (N, P, S): the adjoint of tabulating."""
-    num_profiles = field_size**ambient_dim
+    shape = (field_size, ambient_dim, table.device)
     if method == "dense":
-        incidence = hyperplanes.incidence(field_size, ambient_dim, table.device)
+        incidence = hyperplanes.incidence(*shape)
         return torch.matmul(incidence.to(table.dtype).mT, table, out=out)
-    transform = _backproject_block if method == "factored" else _backproject_block_by_incidence
-    return _by_blocks(transform, table, out, num_profiles, field_size, ambient_dim)
+    stages = (
+        backprojection_stages(*shape)
+        if method == "factored"
+        else _only_stage(incident_types, *shape)
+    )
+    return sum_rows(table, stages, out=out, place=place, order=order)
 
 
-def _by_blocks(
-    transform: Callable[[Tensor, int, int], Tensor],
-    table: Tensor,
-    out: Tensor | None,
-    num_answers: int,
+def _only_stage(
+    rows_of: Callable[[int, int, torch.device], Tensor],
     field_size: int,
     ambient_dim: int,
-) -> Tensor:
-    """Run a transform of (rows, columns) tables over blocks of columns that fit in cache.
-
-    A single table that is no wider than a block is neither copied nor, without ``out``, written
-    twice.
-    """
-    num_tables, _, num_columns = table.shape
-    block = max(1, num_tables * num_columns)
-    if table.device.type == "cpu":
-        least, most = BLOCK_COLUMNS
-        block = min(max(least, BLOCK_ELEMENTS // table.shape[1]), most) // 16 * 16
-    if num_tables == 1 and num_columns <= block:
-        rows = transform(table[0].contiguous(), field_size, ambient_dim).unsqueeze(0)
-        return rows if out is None else out.copy_(rows)
-    if out is None:
-        out = table.new_empty(num_tables, num_answers, num_columns)
-    group = max(1, block // max(1, num_columns))
-    for first in range(0, num_tables, group):
-        tables = slice(first, first + group)
-        for column in range(0, num_columns, block):
-            columns = slice(column, column + block)
-            piece = table[tables, :, columns].transpose(0, 1)
-            rows = transform(piece.reshape(len(piece), -1), field_size, ambient_dim)
-            out[tables, :, columns] = rows.view(len(rows), *piece.shape[1:]).transpose(0, 1)
-    return out
-
-
-def _tabulate_block(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
-    for stage in tabulation_stages(field_size, ambient_dim, table.device):
-        table = _sum_rows(table, *stage)
-    return table
-
-
-def _backproject_block(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
-    for stage in backprojection_stages(field_size, ambient_dim, table.device):
-        table = _sum_rows(table, *stage)
-    return table
-
-
-def _tabulate_block_by_incidence(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
+    device: torch.device,
+) -> tuple[Stage, ...]:
+    """Return the one step of Algorithm 2, none if a type is a point."""
     if ambient_dim == 0:
-        return table
-    return _sum_rows(table, incident_points(field_size, ambient_dim, table.device))
-
-
-def _backproject_block_by_incidence(table: Tensor, field_size: int, ambient_dim: int) -> Tensor:
-    if ambient_dim == 0:
-        return table
-    return _sum_rows(table, incident_types(field_size, ambient_dim, table.device))
-
-
-def _sum_rows(table: Tensor, index: Tensor, first: Tensor | None = None) -> Tensor:
-    """Add up rows of a table: those that each row of an index names, or each run of a list."""
-    return F.embedding_bag(index, table, first, mode="sum")
+        return ()
+    rows = rows_of(field_size, ambient_dim, device)
+    return ((rows.flatten(), rows.shape[1] * torch.arange(len(rows), device=device)),)
 
 
 @cached_table

@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from smat.geometry.row_sums import Stage
 from smat.geometry.tables import cached_table
-
-Stage = tuple[Tensor, Tensor]  # rows to be added, bag after bag, and where each bag begins
 
 
 @cached_table

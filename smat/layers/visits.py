@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smat.ops.sorted_groups import falling_runs
+from smat.ops.sorted_groups import cut_runs
 
 TILE_VISITS = 256  # of one memory, that are projected together
 
@@ -73,15 +73,15 @@ class Visits:
         return products.flatten(0, 1)[tile * width + within % TILE_VISITS]
 
     def batches(self) -> Iterator[Batch]:
-        """Give the sequences that are not empty, padded by a third at most."""
+        """Give the sequences that are not empty, padded where that costs little."""
         offset = self.counts.cumsum(0) - self.counts
         lengths, sequence = self.counts.sort(descending=True)
         sizes = lengths[: int((lengths > 0).sum())].tolist()
-        for first, last in falling_runs(sizes):
-            some = sequence[first:last]
-            token = torch.arange(sizes[first], device=self.device)
+        for run in cut_runs(sizes):
+            some = sequence[run.groups]
+            token = torch.arange(run.width, device=self.device)
             place = (offset[some].unsqueeze(1) + token).clamp(max=len(self.token) - 1)
-            yield Batch(some // self.batch, some % self.batch, place, lengths[first:last])
+            yield Batch(some // self.batch, some % self.batch, place, lengths[run.groups])
 
     def collect(self, batches: list[Batch], answers: list[Tensor]) -> Tensor:
         """Give what sequences (n, L, ...) say back to their tokens, (B T, k, ...), 0 at padding."""

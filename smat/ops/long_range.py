@@ -21,8 +21,10 @@ import torch
 from torch import Tensor
 
 from smat.geometry.radon import backproject_tables, tabulate_tables
+from smat.geometry.row_sums import at_once
 from smat.masks import Segment
 from smat.ops.decay import LogDecay
+from smat.ops.group_order import GroupOrder
 from smat.ops.grouping import Grouping
 from smat.ops.routing import Routing
 from smat.ops.sorted_groups import SortedGroups
@@ -221,14 +223,14 @@ class LongRangeBranch:
                 )
             if grad_table is None:  # no query from here on
                 continue
-            grad_pooled = self._transform(backproject_tables, grad_table, "grad_pooled")
+            grad_pooled = self._backproject(grad_table)
             keys, span = self._keys(start, stop), slice(start, stop)
             grad_psi = keys.read_left(self.v[:, span], grad_pooled)
+            grads.v[:, span] += keys.read(self._at_boundary(start, stop, features), grad_pooled)
             if self.decay is not None:
                 grad_psi = grad_psi * self._until_boundary(self.decay, start, stop)
                 grad_table *= self._between_boundaries(self.decay, start, stop)
             grads.psi[:, span, features] = grad_psi
-            grads.v[:, span] += keys.read(self._at_boundary(start, stop, features), grad_pooled)
 
     def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
         """Give every segment its type table, the kept one or one made again."""
@@ -250,24 +252,41 @@ class LongRangeBranch:
             )
             start = stop
             room = None if self.kept is None else self._kept_table(features, self.kept)
-            yield segment, self._transform(tabulate_tables, pooled, "type_table", room)
+            yield segment, self._tabulate(pooled, room)
+
+    def _tabulate(self, pooled: Tensor, out: Tensor | None) -> Tensor:
+        """Sum profile states over hyperplanes, (N, P, r, p) -> (N, B, r, p)."""
+        return self._transform(tabulate_tables, pooled, self._orders(), out)
+
+    def _backproject(self, grad_table: Tensor) -> Tensor:
+        """Sum type states over the hyperplanes through a point, (N, B, r, p) -> (N, P, r, p)."""
+        profiles, types = self._orders()
+        return self._transform(backproject_tables, grad_table, (types, profiles))
+
+    def _orders(self) -> tuple[GroupOrder | None, GroupOrder | None]:
+        return self.routing.profile_order, self.routing.type_order
 
     def _transform(
         self,
         transform: Callable[..., Tensor],
         table: Tensor,
-        name: str,
+        orders: tuple[GroupOrder | None, GroupOrder | None],
         out: Tensor | None = None,
     ) -> Tensor:
-        """Tabulate or back-project (N, ., r, p) tables, into given or scratch memory."""
-        geometry = self.routing.geometry
-        num_rows, _, *state = table.shape
-        to_types = transform is tabulate_tables
-        num_answers = geometry.num_types if to_types else geometry.num_profiles
-        if out is None:
-            out = scratch(name, (num_rows, num_answers, *state), table)
-        transform(table.flatten(2), geometry.field_size, geometry.ambient_dim, out=out.flatten(2))
-        return out
+        """Transform a table, given the orders of its rows and of the answer's."""
+        geometry, (before, after) = self.routing.geometry, orders
+        flat = table.flatten(2)
+        if out is None and not at_once(flat):  # then it is written part by part
+            to_types = transform is tabulate_tables
+            num_answers = geometry.num_types if to_types else geometry.num_profiles
+            out = scratch("transformed", (len(table), num_answers, *table.shape[2:]), table)
+        answers = transform(
+            flat, geometry.field_size, geometry.ambient_dim,
+            out=None if out is None else out.flatten(2),
+            place=None if before is None else before.place,
+            order=None if after is None else after.group,
+        )  # fmt: skip
+        return answers.unflatten(2, table.shape[2:])
 
     def _kept_table(self, features: slice, kept: Tensor) -> Tensor:
         """Return the kept memory of a block of features, (N, B, r', p)."""

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from smat.geometry import Geometry
 from smat.masks import Segment, SMatMask
+from smat.ops.group_order import GroupOrder
 from smat.ops.grouping import Grouping, PeriodicGroups
 from smat.ops.sorted_groups import SortedGroups
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Who writes where and who reads what, for N rows: positional unless given by content."""
+    """Who writes where and who reads what, for N rows: positional unless given by content.
+
+    Tables hold groups that were given by content in the order of their visits, each row in its own.
+    """
 
     mask: SMatMask
     segments: tuple[Segment, ...]
@@ -38,12 +43,28 @@ class Routing:
         """The number of keys that are distant for some query."""
         return self.segments[-1].boundary
 
+    @cached_property
+    def profile_order(self) -> GroupOrder | None:
+        """The order of profiles in a table, unless it is their own."""
+        if self.profile is None:
+            return None
+        distant = self.profile[:, : self.num_distant]
+        return GroupOrder.by_visits(distant, self.geometry.num_profiles)
+
+    @cached_property
+    def type_order(self) -> GroupOrder | None:
+        """The order of types in a table, unless it is their own."""
+        if self.query_type is None:
+            return None
+        return GroupOrder.by_visits(self.query_type, self.geometry.num_types)
+
     def keys(self, start: int, stop: int) -> Grouping:
         """Group the keys of a range by profile."""
         num_profiles = self.geometry.num_profiles
-        if self.profile is None:
+        if self.profile is None or self.profile_order is None:
             return PeriodicGroups(num_profiles, start)
-        return SortedGroups(self.profile[:, start:stop], num_profiles)
+        profile = self.profile_order.rename(self.profile[:, start:stop])
+        return SortedGroups(profile, num_profiles)
 
     def taken(self, segment: Segment) -> slice:
         """Say which of the queries belong to a segment."""
@@ -61,11 +82,12 @@ class Routing:
     def queries(self, segment: Segment, head: int, num_rows: int) -> Grouping:
         """Group a segment's queries by type, one head of the group at a time."""
         num_types = self.geometry.num_types
-        if self.query_type is not None:
+        if self.query_type is not None and self.type_order is not None:
             taken, weight = self.taken(segment), None
             if self.read_weight is not None:
                 weight = self.read_weight[:, head, taken]
-            return SortedGroups(self.query_type[:, head, taken], num_types, weight)
+            query_type = self.type_order.rename(self.query_type[:, head, taken])
+            return SortedGroups(query_type, num_types, weight)
         if self.positions is None:
             return PeriodicGroups(num_types, segment.start + 1 - self.mask.schedule.anchor)
         index = self.mask.query_type(self.positions[self.taken(segment)])

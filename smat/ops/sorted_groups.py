@@ -1,10 +1,12 @@
-"""Groups that tokens name themselves: visits sorted by group, products of tiles of equal width.
+"""Groups that tokens name themselves: visits sorted by group, products of padded tiles.
 
 A token may visit several groups, each with a weight of its own: the k types that a query reads. The
-visits of a group fill tiles of at most ``TILE_VISITS``. Where groups are about as large, neighbours
-are padded to one width and their states are used where they stand; else tiles of about one size are
-collected and padded, which costs a copy of their states. Either way a product costs what dense ones
-cost, for groups of any size.
+visits of a group stand in slots side by side. Neighbouring groups of about one size form a run:
+each has as many slots as the largest of them, so that a run is one batched product, and states are
+used where they stand. A slot that no visit fills holds zeros.
+
+Runs end where padding would cost more than one more product. So there are few of them if groups
+are in the order of their sizes, and in any order products cost about what dense ones cost.
 """
 
 from __future__ import annotations
@@ -18,33 +20,38 @@ from torch import Tensor
 
 from smat.ops.workspace import scratch
 
-TILE_VISITS = 256  # of one group, at most
-BATCH_VISITS = 1 << 14  # of the tiles that are multiplied together
-FEW_VISITS = 8  # narrower tiles are not told apart by size
-RUN_GROUPS = 128  # groups that stand side by side and are multiplied together
-MAX_PADDED = 2  # visits with padding, against those without, up to which groups keep their order
+MAX_PADDED = 1.2  # slots of a run against its visits
+SPARE_SLOTS = 256  # which cost no more than another run
+BATCH_SLOTS = 1 << 15  # whose vectors are taken together
 
 
-class Tiles(NamedTuple):
-    """Tiles of one width: the group of each, and its visits, padded with its own first one."""
+class Run(NamedTuple):
+    """Groups that stand side by side, with equally many slots each."""
 
-    group: slice | Tensor
-    visit: Tensor  # (tiles, width)
-    padding: Tensor | None  # (tiles, width), True where a visit is padding
-    some_empty: bool  # an empty group has no visit of its own to be padded with
+    groups: slice
+    visits: slice
+    slots: slice
+    width: int
 
-    def targets(self, nowhere: int) -> Tensor:
-        """List the visits one after the other, padding as a visit that there is not."""
-        if self.padding is None:
-            return self.visit.flatten()
-        return self.visit.masked_fill(self.padding, nowhere).flatten()
 
-    def states(self, by_group: Tensor) -> Tensor:
-        """Take the tiles' states out of (groups, r, p)."""
-        if isinstance(self.group, slice):
-            return by_group[self.group]
-        shape = (len(self.group), *by_group.shape[1:])
-        return torch.index_select(by_group, 0, self.group, out=scratch("states", shape, by_group))
+class Batch(NamedTuple):
+    """Runs whose vectors are taken together."""
+
+    runs: list[Run]
+    slots: slice
+    token: Tensor  # of every visit, sorted by group
+    weight: Tensor | None  # of every visit
+    before: Tensor  # the number of visits before each slot
+
+    def take(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Give the slots their vectors, out of (tokens, f), times the weights of their visits."""
+        return F.embedding_bag(self.token, x, self.before, mode="sum", per_sample_weights=weight)
+
+    def tiles(self, run: Run, of_slots: Tensor) -> Tensor:
+        """See what the batch's slots hold as tiles of the groups of a run, (groups, width, f)."""
+        first = self.slots.start
+        mine = of_slots[run.slots.start - first : run.slots.stop - first]
+        return mine.view(run.groups.stop - run.groups.start, run.width, of_slots.shape[-1])
 
 
 class SortedGroups:
@@ -57,24 +64,39 @@ class SortedGroups:
 
     def __init__(self, index: Tensor, num_groups: int, weight: Tensor | None = None) -> None:
         self.num_groups, self.shape, self.weight = num_groups, index.shape, weight
-        self.num_visits, self.num_reads = index.numel(), index[0, :1].numel() or 1
-        self.device = index.device
+        self.num_reads = index[0, :1].numel() or 1
         row = torch.arange(len(index), device=index.device)
-        entry = (row[:, None] * num_groups + index.flatten(1)).flatten()  # groups over all rows
-        order = entry.argsort(stable=True)
-        counts = torch.bincount(entry, minlength=len(index) * num_groups)
-        self.tiles = list(_cut_tiles(order, counts))
-        self.slot = self._find_slots()
+        group = (row[:, None] * num_groups + index.flatten(1)).flatten()  # among those of all rows
+        count = torch.bincount(group, minlength=len(index) * num_groups)
+        runs = list(cut_runs(count.tolist()))
+        self.num_slots = runs[-1].slots.stop if runs else 0
+        width = torch.tensor([run.width for run in runs], device=index.device)
+        length = torch.tensor([run.groups.stop - run.groups.start for run in runs])
+        spare = width.repeat_interleave(length.to(index.device)) - count  # slots of every group
+        order = group.argsort(stable=True)
+        place = torch.arange(len(order), device=index.device)
+        place += (spare.cumsum(0) - spare)[group[order]]
+        self.slot = torch.empty_like(order).scatter_(0, order, place)
+        self.batches = list(self._collect(runs, order, place))
 
-    def _find_slots(self) -> Tensor:
-        """Say where in the tiles, one after the other, each visit stands."""
-        self.num_slots = sum(tiles.visit.numel() for tiles in self.tiles)
-        places = torch.arange(self.num_slots, device=self.device)
-        slot = places.new_empty(self.num_visits + 1)  # padding is dropped in the last place
-        targets = [tiles.targets(self.num_visits) for tiles in self.tiles]
-        if targets:
-            slot.scatter_(0, torch.cat(targets), places)
-        return slot[:-1]
+    def _collect(self, runs: list[Run], order: Tensor, place: Tensor) -> Iterator[Batch]:
+        """Batch runs, given the visits sorted by group and the slot of each of these."""
+        token = order // self.num_reads
+        weight = None if self.weight is None else self.weight.flatten()[order]
+        filled = token.new_zeros(self.num_slots).scatter_(0, place, 1)
+        before = filled.cumsum(0) - filled
+        first = 0
+        while first < len(runs):
+            last, start = first + 1, runs[first].slots.start
+            while last < len(runs) and runs[last].slots.stop - start <= BATCH_SLOTS:
+                last += 1
+            slots = slice(start, runs[last - 1].slots.stop)
+            visits = slice(runs[first].visits.start, runs[last - 1].visits.stop)
+            yield Batch(
+                runs[first:last], slots, token[visits],
+                None if weight is None else weight[visits], before[slots] - visits.start,
+            )  # fmt: skip
+            first = last
 
     def outer_sum(
         self,
@@ -88,25 +110,16 @@ class SortedGroups:
         if table is None:
             shape = (len(left), self.num_groups, left.shape[-1], right.shape[-1])
             table = scratch(name, shape, left)
-        by_group = table.flatten(0, 1)
-        in_order = all(isinstance(tiles.group, slice) for tiles in self.tiles)
-        if onto is None and not (in_order and self.tiles):
-            by_group.zero_()
-        for tiles in self.tiles:
-            one, other = self._take(left, tiles, "left"), self._take(right, tiles, "right")
-            self._weigh(one, tiles)
-            if tiles.some_empty and tiles.padding is not None:
-                for part in (one, other):  # zero times a stranger's NaN would not be zero
-                    part.masked_fill_(tiles.padding.unsqueeze(-1), 0)
-            if not isinstance(tiles.group, slice):
-                size = (len(one), one.shape[-1], other.shape[-1])
-                # Into a given tensor, so that autocast leaves the sum's precision alone.
-                product = torch.bmm(one.mT, other, out=one.new_empty(size))
-                by_group.index_add_(0, tiles.group, product)
-            elif onto is None:
-                torch.bmm(one.mT, other, out=by_group[tiles.group])
-            else:
-                by_group[tiles.group].baddbmm_(one.mT, other)
+        by_group, left, right = table.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1)
+        for batch in self.batches:
+            one, other = batch.take(left, batch.weight), batch.take(right)
+            for run in batch.runs:
+                tiles = batch.tiles(run, one).mT, batch.tiles(run, other)
+                # Into given tensors, so that autocast leaves the sum's precision alone.
+                if onto is None:
+                    torch.bmm(*tiles, out=by_group[run.groups])
+                else:
+                    by_group[run.groups].baddbmm_(*tiles)
         return table
 
     def read(self, left: Tensor, table: Tensor) -> Tensor:
@@ -120,7 +133,7 @@ class SortedGroups:
     def read_backward(self, left: Tensor, grad: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Find the gradients of a read: of its left vectors (N, T, r), of its weights (N, T, k)."""
         pulled = self._visit(grad, table.flatten(0, 1).mT)
-        token = torch.arange(self.num_visits, device=left.device) // self.num_reads
+        token = torch.arange(len(self.slot), device=left.device) // self.num_reads
         grad_weight = torch.ops.aten._embedding_bag_per_sample_weights_backward(
             left.reshape(-1, left.shape[-1]), pulled, self.slot, token[:: self.num_reads], token, 0
         )
@@ -128,14 +141,12 @@ class SortedGroups:
 
     def _visit(self, x: Tensor, states: Tensor) -> Tensor:
         """Contract the vectors of tokens with the states of their groups, -> (slots, .)."""
-        width = states.shape[-1]
-        products = scratch("right", (self.num_slots, width), x)
-        first = 0
-        for tiles in self.tiles:
-            taken = self._take(x, tiles, "left")
-            part = products[first : first + tiles.visit.numel()]
-            torch.bmm(taken, tiles.states(states), out=part.view(*taken.shape[:2], width))
-            first += tiles.visit.numel()
+        products, x = scratch("right", (self.num_slots, states.shape[-1]), x), x.flatten(0, 1)
+        for batch in self.batches:
+            taken, answers = batch.take(x), products[batch.slots]
+            for run in batch.runs:
+                into = batch.tiles(run, answers)
+                torch.bmm(batch.tiles(run, taken), states[run.groups], out=into)
         return products
 
     def _sum_visits(self, products: Tensor) -> Tensor:
@@ -146,76 +157,23 @@ class SortedGroups:
         )
         return total.view(*self.shape[:2], -1)
 
-    def _weigh(self, taken: Tensor, tiles: Tiles) -> None:
-        """Multiply vectors (tiles, width, f) by the weights of their visits, padding by 0."""
-        if self.weight is not None:
-            weight = self.weight.flatten()[tiles.visit]
-        elif tiles.padding is not None:
-            weight = torch.ones_like(tiles.visit, dtype=taken.dtype)
-        else:
-            return
-        if tiles.padding is not None:
-            weight.masked_fill_(tiles.padding, 0)
-        taken.mul_(weight.unsqueeze(-1))
 
-    def _take(self, x: Tensor, tiles: Tiles, name: str) -> Tensor:
-        """Take the vectors of the tiles' visits out of (N, T, f), -> (tiles, width, f)."""
-        token = tiles.visit if self.num_reads == 1 else tiles.visit // self.num_reads
-        shape = (*token.shape, x.shape[-1])
-        taken = scratch(name, shape, x)
-        torch.index_select(x.flatten(0, 1), 0, token.flatten(), out=taken.view(-1, x.shape[-1]))
-        return taken
+def cut_runs(sizes: list[int]) -> Iterator[Run]:
+    """Cut groups of given sizes into runs, each as long as padding costs little.
 
-
-def _cut_tiles(order: Tensor, counts: Tensor) -> Iterator[Tiles]:
-    """Cut sorted visits into tiles, and collect tiles of about the same size."""
-    num_visits, device = len(order), order.device
-    if num_visits == 0:
-        return
-    offsets = counts.cumsum(0) - counts
-    runs = counts.split(RUN_GROUPS)
-    widths = torch.stack([run.max() for run in runs]).tolist()
-    padded = sum(width * len(run) for width, run in zip(widths, runs, strict=True))
-    if max(widths) <= TILE_VISITS and padded <= MAX_PADDED * num_visits:
-        for place, width in enumerate(widths):
-            some = slice(place * RUN_GROUPS, (place + 1) * RUN_GROUPS)
-            yield _fill(some, offsets[some], counts[some], width, order)
-        return
-    tiles_of_group = -(-counts // TILE_VISITS)
-    group = torch.arange(len(counts), device=device).repeat_interleave(tiles_of_group)
-    before = tiles_of_group.cumsum(0) - tiles_of_group
-    skipped = (torch.arange(len(group), device=device) - before[group]) * TILE_VISITS
-    size, by_size = (counts[group] - skipped).clamp(max=TILE_VISITS).sort(descending=True)
-    group = group[by_size]
-    start = offsets[group] + skipped[by_size]
-    for first, last in falling_runs(size.tolist()):
-        some = slice(first, last)
-        yield _fill(group[some], start[some], size[some], int(size[first]), order)
-
-
-def falling_runs(sizes: list[int]) -> Iterator[tuple[int, int]]:
-    """Cut falling sizes into runs that are padded by a third at most.
-
-    >>> list(falling_runs([40, 35, 29, 8, 1]))
-    [(0, 2), (2, 3), (3, 5)]
+    >>> [(run.groups.stop, run.width) for run in cut_runs([2000, 400, 390, 250, 0])]
+    [(1, 2000), (3, 400), (5, 250)]
     """
-    first = 0
+    first = visits = slots = 0
     while first < len(sizes):
-        width = sizes[first]
+        width = total = sizes[first]
         last = first + 1
-        least = 0 if width <= FEW_VISITS else 3 * width // 4
-        most = first + max(1, BATCH_VISITS // width)
-        while last < min(len(sizes), most) and sizes[last] >= least:
-            last += 1
-        yield first, last
-        first = last
-
-
-def _fill(group: slice | Tensor, start: Tensor, size: Tensor, width: int, order: Tensor) -> Tiles:
-    """List the visits of tiles that start at given places of the sorted order."""
-    place = torch.arange(width, device=order.device)
-    padding = place >= size.unsqueeze(1)
-    where = torch.where(padding, 0, place) + start.unsqueeze(1)
-    visit = order[where.clamp(max=len(order) - 1)]
-    least = int(size.min())
-    return Tiles(group, visit, padding if least < width else None, least == 0)
+        while last < len(sizes):
+            wider, more = max(width, sizes[last]), total + sizes[last]
+            most = min(BATCH_SLOTS, MAX_PADDED * more + SPARE_SLOTS)
+            if wider * (last + 1 - first) > most:
+                break
+            width, total, last = wider, more, last + 1
+        filled = slice(slots, slots + width * (last - first))
+        yield Run(slice(first, last), slice(visits, visits + total), filled, width)
+        first, visits, slots = last, visits + total, filled.stop
