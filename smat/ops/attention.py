@@ -40,6 +40,7 @@ def smat_forward(inputs: Inputs, num_kept: int) -> tuple[Tensor, Tensor, Tensor]
                 share.put_answers(total, normalizer, taken)
                 y = y * inverse_or_zero(total).unsqueeze(-1)
             share.put_answers(y, out, taken)
+            del y  # the next block can use its memory, which is in cache
     return out, normalizer, tables
 
 
@@ -72,6 +73,7 @@ def smat_backward(
         moved = None if inputs.log_decay is None else _moved_by_answers(share)
         for recent in _recent_backward(share):
             _put_grads(share, recent, distant, moved, grads)
+            del recent  # the next block can use its memory, which is in cache
         if moved is not None and inputs.log_decay is not None:
             grad = grad_log_decay(moved, share.of_values(inputs.log_decay))
             share.put_values(grad, grads["log_decay"])

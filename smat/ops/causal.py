@@ -25,7 +25,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from smat.ops.chunk_scan import ChunkScan
 from smat.ops.decay import ChunkDecay, LogDecay
 from smat.ops.pieces import Block
 from smat.ops.tiles import KeyTiles, QueryTiles, add_bmm_heads_, bmm_heads, sum_heads
@@ -110,41 +109,46 @@ class CausalBranch:
 
     def forward(self) -> Iterator[tuple[Block, slice, Tensor]]:
         """Yield y (M, N, G, R, p) of the queries in each block that has any."""
-        for keys, taken, before in self._walk():
-            if before is None:
-                continue
-            queries = self._queries(keys, taken)
-            y = bmm_heads(queries.phi, queries.of_chunks(before))
-            if keys.decay is not None:
-                y *= queries.since_start
-            scores = torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT)
-            add_bmm_heads_(y, queries.weigh(scores), queries.of_chunks(keys.v))
-            yield keys.block, taken, queries.join(y)
+        walk = _Walk(self.source.zero_state(), self.initial)
+        for block, taken in zip(self.blocks, self.taken(), strict=True):
+            if taken.stop > taken.start:
+                yield block, taken, self._answer(walk, block, taken)
+            else:
+                walk.over(self._keys(block), asks=False)
+
+    def _answer(self, walk: _Walk, block: Block, taken: slice) -> Tensor:
+        keys = self._keys(block)
+        before = walk.over(keys, asks=True)
+        assert before is not None
+        queries = self._queries(keys, taken)
+        y = bmm_heads(queries.phi, queries.of_chunks(before))
+        del before  # what a tile needs next stays in cache only if this memory is used again
+        if keys.decay is not None:
+            y *= queries.since_start
+        scores = torch.bmm(queries.phi, queries.of_chunks(keys.psi).mT)
+        add_bmm_heads_(y, queries.weigh(scores), queries.of_chunks(keys.v))
+        return queries.join(y)
 
     def backward(self) -> Iterator[BlockGrads]:
         """Yield the gradients of each block, last block first."""
-        grad_carry = zero = self.source.zero_state()
-        grad_windows: dict[int, Tensor] = {}
-        work = [(keys.block, taken, before) for keys, taken, before in self._walk()]
+        walk = _Walk(self.source.zero_state(), self.initial)
+        work = [
+            (block, taken, walk.over(self._keys(block), asks=taken.stop > taken.start))
+            for block, taken in zip(self.blocks, self.taken(), strict=True)
+        ]
+        way_back = _WayBack(self.source.zero_state())
         while work:
-            block, taken, before = work.pop()
-            if block.ends_segment:
-                grad_carry = zero
-            keys = self._keys(block)
-            asked = grad_before = None
-            if before is not None:
-                asked = _Asked(self._queries(keys, taken), before, self.source.grad_y(taken))
-                grad_before = asked.grad_before().view(-1, *zero.shape[1:])
-            # What arrives behind the block goes to its sums at once, and on to where it came from.
-            arriving = torch.stack([grad_carry, *grad_windows.values()]).sum(0)
-            grad_sums, grad_seen = keys.scan.backward(grad_before, arriving)
-            grad_carry = keys.scan.keep(grad_carry).add_(grad_seen)
-            grad_windows = {edge: keys.scan.keep(x) for edge, x in grad_windows.items()}
-            grad_sums = grad_sums.view(keys.num_heads, -1, *zero.shape[1:])
-            yield _block_grads(keys, taken, asked, grad_sums)
-            if block.begins_segment and block.boundary < block.start:
-                grad_windows[block.boundary] = grad_carry
-            grad_windows.pop(block.start, None)
+            yield self._block_backward(way_back, *work.pop())
+
+    def _block_backward(
+        self, way_back: _WayBack, block: Block, taken: slice, before: Tensor | None
+    ) -> BlockGrads:
+        keys = self._keys(block)
+        asked = grad_before = None
+        if before is not None:
+            asked = _Asked(self._queries(keys, taken), before, self.source.grad_y(taken))
+            grad_before = asked.grad_before()
+        return _block_grads(keys, taken, asked, way_back.over(keys, grad_before))
 
     @cached_property
     def chunk_decay(self) -> ChunkDecay | None:
@@ -152,23 +156,6 @@ class CausalBranch:
         if self.decay is None:
             return None
         return ChunkDecay(self.decay, self.blocks, self.source.zero_state().dtype)
-
-    def _walk(self) -> Iterator[tuple[KeyTiles, slice, Tensor | None]]:
-        """Yield each block with the states before its chunks, (M, N C, r, p), if it has queries."""
-        carry = zero = self.source.zero_state()
-        windows = _Windows(zero, self.initial)
-        for block, taken in zip(self.blocks, self.taken(), strict=True):
-            carry = windows.enter(block, carry)
-            keys = self._keys(block)
-            sums = keys.chunk_sums()
-            grown = keys.scan.grow(sums)
-            before = None
-            if taken.stop > taken.start:
-                before = keys.scan.before(sums, grown, carry)
-                before = before.view(keys.num_heads, -1, *carry.shape[1:])
-            yield keys, taken, before
-            carry = keys.scan.advance(grown, carry)
-            windows.advance(keys.scan, grown)
 
     def _keys(self, block: Block) -> KeyTiles:
         span = slice(block.start, block.stop)
@@ -234,26 +221,62 @@ def _block_grads(
     return BlockGrads(keys.block, taken, grad_phi, grad_psi, grad_v, phi, psi, v)
 
 
-class _Windows:
-    """The states of windows that later segments will look through, kept up to date."""
+class _Walk:
+    """States on their way through the blocks: of the current window, and of those that follow.
+
+    Later segments may look through windows that begin in the middle of earlier ones.
+    """
 
     def __init__(self, zero: Tensor, initial: Tensor | None) -> None:
-        self.zero = zero
-        self.states: dict[int, Tensor] = {} if initial is None else {-1: initial}
+        self.zero = self.carry = zero
+        self.windows: dict[int, Tensor] = {} if initial is None else {-1: initial}
 
-    def enter(self, block: Block, carry: Tensor) -> Tensor:
-        """Open a window that begins here; return the state that the block's queries look at."""
+    def over(self, keys: KeyTiles, asks: bool) -> Tensor | None:
+        """Go over a block; return the states before its chunks, (M, N C, r, p), if asked."""
+        self._enter(keys.block)
+        scan, sums = keys.scan, keys.chunk_sums()
+        grown = scan.grow(sums)
+        before = scan.before(sums, grown, self.carry) if asks else None
+        self.carry = scan.advance(grown, self.carry)
+        self.windows = {edge: scan.advance(grown, x) for edge, x in self.windows.items()}
+        return None if before is None else before.view(keys.num_heads, -1, *self.zero.shape[1:])
+
+    def _enter(self, block: Block) -> None:
+        """Open a window that begins here, and take up that of the block's queries."""
         if block.opens_window:
-            self.states[block.start] = self.zero
+            self.windows[block.start] = self.zero
         if not block.begins_segment:
-            return carry
+            return
         if block.boundary == block.start:
-            return self.zero
-        carry = self.states.pop(block.boundary)
-        self.states = {edge: state for edge, state in self.states.items() if edge > block.boundary}
-        return carry
+            self.carry = self.zero
+            return
+        self.carry = self.windows.pop(block.boundary)
+        self.windows = {edge: x for edge, x in self.windows.items() if edge > block.boundary}
 
-    def advance(self, scan: ChunkScan, grown: Tensor) -> None:
-        """Add a block to every open window."""
-        for edge, state in self.states.items():
-            self.states[edge] = scan.advance(grown, state)
+
+class _WayBack:
+    """Gradients of states on their way back, from the last block to the first."""
+
+    def __init__(self, zero: Tensor) -> None:
+        self.zero = self.carry = zero
+        self.windows: dict[int, Tensor] = {}
+
+    def over(self, keys: KeyTiles, grad_before: Tensor | None) -> Tensor:
+        """Go over a block; return the gradient of its chunk sums, (M, N C, r, p).
+
+        ``grad_before`` (M, N C, r, p) is that of the states before its chunks, if it has queries.
+        """
+        block, scan, state = keys.block, keys.scan, self.zero.shape[1:]
+        if block.ends_segment:
+            self.carry = self.zero
+        # What arrives behind the block goes to its sums at once, and on to where it came from.
+        arriving = torch.stack([self.carry, *self.windows.values()]).sum(0)
+        if grad_before is not None:
+            grad_before = grad_before.view(-1, *state)
+        grad_sums, grad_seen = scan.backward(grad_before, arriving)
+        self.carry = scan.keep(self.carry).add_(grad_seen)
+        self.windows = {edge: scan.keep(x) for edge, x in self.windows.items()}
+        if block.begins_segment and block.boundary < block.start:
+            self.windows[block.boundary] = self.carry
+        self.windows.pop(block.start, None)
+        return grad_sums.view(keys.num_heads, -1, *state)

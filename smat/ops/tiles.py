@@ -46,11 +46,12 @@ class KeyTiles:
         """(..., N, t, f) -> (..., N chunks, tile, f), zeros behind the last token."""
         if self.block.padded > x.shape[-2]:
             x = F.pad(x, (0, 0, 0, self.block.padded - x.shape[-2]))
-        return x.unflatten(-2, (-1, self.block.tile)).flatten(-4, -3)
+        num_tiles = self.num_rows * self.block.num_chunks
+        return x.reshape(*x.shape[:-3], num_tiles, self.block.tile, x.shape[-1])
 
     def join(self, tiles: Tensor) -> Tensor:
         """(..., N chunks, tile, f) -> (..., N, t, f)."""
-        by_row = tiles.unflatten(-3, (self.num_rows, -1)).flatten(-3, -2)
+        by_row = tiles.reshape(*tiles.shape[:-3], self.num_rows, -1, tiles.shape[-1])
         return by_row[..., : self.block.stop - self.block.start, :]
 
     def chunk_sums(self) -> Tensor:
@@ -109,6 +110,9 @@ class QueryTiles:
         if self.chunks is None:
             if self.keys.block.padded > x.shape[-2]:
                 x = F.pad(x, (0, 0, 0, self.keys.block.padded - x.shape[-2]))
+            if self.group == 1:
+                num_tiles = self.keys.num_rows * self.num_chunks
+                return x.reshape(*x.shape[:-4], num_tiles, self.width, x.shape[-1])
             tiles = x.unflatten(-2, (self.num_chunks, self.width))
         else:
             tiles = x.new_zeros(*x.shape[:-2], self.num_chunks, self.width, x.shape[-1])
@@ -117,6 +121,9 @@ class QueryTiles:
 
     def join(self, tiles: Tensor) -> Tensor:
         """(..., N chunks, G width, f) -> (..., N, G, R, f)."""
+        if self.chunks is None and self.group == 1:
+            by_row = tiles.reshape(*tiles.shape[:-3], self.keys.num_rows, 1, -1, tiles.shape[-1])
+            return by_row[..., : self.num_queries, :]
         by_chunk = tiles.unflatten(-3, (self.keys.num_rows, -1))
         by_head = by_chunk.unflatten(-2, (self.group, -1)).transpose(-4, -3)
         if self.chunks is None:
@@ -171,23 +178,28 @@ def bmm_heads(left: Tensor, right: Tensor) -> Tensor:
 
     Neither side is copied, however heads lie in memory.
     """
-    if len(right) == 1:
+    num_heads = right.shape[0]
+    if num_heads == 1:
         return torch.bmm(left.view(left.shape[-3:]), right[0]).unsqueeze(0)
-    lefts = left.expand(len(right), *left.shape[-3:])
+    lefts = left.expand(num_heads, *left.shape[-3:])
     products = right.new_empty(*lefts.shape[:-1], right.shape[-1])
-    for head in range(len(right)):
+    for head in range(num_heads):
         torch.bmm(lefts[head], right[head], out=products[head])
     return products
 
 
 def sum_heads(x: Tensor) -> Tensor:
     """Sum over M heads, (M, ...) -> (...), without a copy if there is one."""
-    return x.sum(0) if len(x) > 1 else x[0]
+    return x.sum(0) if x.shape[0] > 1 else x[0]
 
 
 def add_bmm_heads_(onto: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add the products of M heads' tiles to (M, n, a, c), or all of them to one (n, a, c)."""
-    lefts, totals = (x.expand(len(right), *x.shape[-3:]) for x in (left, onto))
-    for head in range(len(right)):
+    num_heads = right.shape[0]
+    if num_heads == 1:
+        onto.view(onto.shape[-3:]).baddbmm_(left.view(left.shape[-3:]), right[0])
+        return onto
+    lefts, totals = (x.expand(num_heads, *x.shape[-3:]) for x in (left, onto))
+    for head in range(num_heads):
         totals[head].baddbmm_(lefts[head], right[head])
     return onto
