@@ -20,14 +20,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from smat.geometry.radon import backproject_tables, tabulate_tables
-from smat.geometry.row_sums import at_once
 from smat.masks import Segment
-from smat.ops.decay import LogDecay
-from smat.ops.group_order import GroupOrder
+from smat.ops.boundary_decay import BoundaryDecay
 from smat.ops.grouping import Grouping
 from smat.ops.routing import Routing
 from smat.ops.sorted_groups import SortedGroups
+from smat.ops.table_transform import TableTransform
 from smat.ops.workspace import scratch
 
 TABLE_BYTES = 24 << 20  # of one type table; a table that is larger is worked off by feature blocks
@@ -78,7 +76,7 @@ class LongRangeBranch:
     """The long-range branch of some rows."""
 
     source: Source
-    decay: LogDecay | None
+    decay: BoundaryDecay | None
     routing: Routing
     kept: Tensor | None = None  # (N B r p,), room for the type table of an only fold
 
@@ -119,7 +117,7 @@ class LongRangeBranch:
                 ]
                 answer = torch.stack(answers, 1) if len(answers) > 1 else answers[0].unsqueeze(1)
                 if self.decay is not None:
-                    answer = answer * self._since_boundary(self.decay, segment)
+                    answer = answer * self.decay.since(segment.boundary, self._at(segment))
                 if segment.boundary in y.parts:
                     y.parts[segment.boundary][1].add_(answer)
                 else:
@@ -138,7 +136,7 @@ class LongRangeBranch:
         phi, grad_y = self._load(self.source.phi), self._load(self.source.grad_y)
         if self.decay is not None:
             for segment in self.routing.folds():
-                scale = self._since_boundary(self.decay, segment)
+                scale = self.decay.since(segment.boundary, self._at(segment))
                 # Not in place: what was loaded may be the caller's own gradient.
                 grad_y[segment.boundary] = grad_y[segment.boundary] * scale
         for features in self._feature_blocks():
@@ -179,6 +177,11 @@ class LongRangeBranch:
             grad_asked, grad_weight = queries.read_backward(asked, grad_y[:, head], table)
             part.copy_(grad_asked)
             grads.read_weight.parts[boundary][1][:, head].add_(grad_weight)
+
+    @cached_property
+    def _transform(self) -> TableTransform:
+        routing = self.routing
+        return TableTransform(routing.geometry, routing.profile_order, routing.type_order)
 
     @cached_property
     def _groups(self) -> dict[tuple[int, int], Grouping]:
@@ -223,13 +226,13 @@ class LongRangeBranch:
                 )
             if grad_table is None:  # no query from here on
                 continue
-            grad_pooled = self._backproject(grad_table)
+            grad_pooled = self._transform.backproject(grad_table)
             keys, span = self._keys(start, stop), slice(start, stop)
             grad_psi = keys.read_left(self.v[:, span], grad_pooled)
             grads.v[:, span] += keys.read(self._at_boundary(start, stop, features), grad_pooled)
             if self.decay is not None:
-                grad_psi = grad_psi * self._until_boundary(self.decay, start, stop)
-                grad_table *= self._between_boundaries(self.decay, start, stop)
+                grad_psi = grad_psi * self.decay.until(start, stop)
+                grad_table *= self.decay.over_move(start, stop)
             grads.psi[:, span, features] = grad_psi
 
     def _type_tables(self, features: slice) -> Iterator[tuple[Segment, Tensor]]:
@@ -246,47 +249,13 @@ class LongRangeBranch:
         for segment in self.routing.folds():
             stop = segment.boundary
             if pooled is not None and self.decay is not None:
-                pooled *= self._between_boundaries(self.decay, start, stop)
+                pooled *= self.decay.over_move(start, stop)
             pooled = self._keys(start, stop).outer_sum(
                 self._at_boundary(start, stop, features), self.v[:, start:stop], "pooled", pooled
             )
             start = stop
             room = None if self.kept is None else self._kept_table(features, self.kept)
-            yield segment, self._tabulate(pooled, room)
-
-    def _tabulate(self, pooled: Tensor, out: Tensor | None) -> Tensor:
-        """Sum profile states over hyperplanes, (N, P, r, p) -> (N, B, r, p)."""
-        return self._transform(tabulate_tables, pooled, self._orders(), out)
-
-    def _backproject(self, grad_table: Tensor) -> Tensor:
-        """Sum type states over the hyperplanes through a point, (N, B, r, p) -> (N, P, r, p)."""
-        profiles, types = self._orders()
-        return self._transform(backproject_tables, grad_table, (types, profiles))
-
-    def _orders(self) -> tuple[GroupOrder | None, GroupOrder | None]:
-        return self.routing.profile_order, self.routing.type_order
-
-    def _transform(
-        self,
-        transform: Callable[..., Tensor],
-        table: Tensor,
-        orders: tuple[GroupOrder | None, GroupOrder | None],
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Transform a table, given the orders of its rows and of the answer's."""
-        geometry, (before, after) = self.routing.geometry, orders
-        flat = table.flatten(2)
-        if out is None and not at_once(flat):  # then it is written part by part
-            to_types = transform is tabulate_tables
-            num_answers = geometry.num_types if to_types else geometry.num_profiles
-            out = scratch("transformed", (len(table), num_answers, *table.shape[2:]), table)
-        answers = transform(
-            flat, geometry.field_size, geometry.ambient_dim,
-            out=None if out is None else out.flatten(2),
-            place=None if before is None else before.place,
-            order=None if after is None else after.group,
-        )  # fmt: skip
-        return answers.unflatten(2, table.shape[2:])
+            yield segment, self._transform.tabulate(pooled, room)
 
     def _kept_table(self, features: slice, kept: Tensor) -> Tensor:
         """Return the kept memory of a block of features, (N, B, r', p)."""
@@ -308,21 +277,8 @@ class LongRangeBranch:
     def _at_boundary(self, start: int, stop: int, features: slice) -> Tensor:
         """Take a range of keys as they arrive at its end."""
         keys = self.psi[:, start:stop, features]
-        return keys if self.decay is None else keys * self._until_boundary(self.decay, start, stop)
+        return keys if self.decay is None else keys * self.decay.until(start, stop)
 
-    def _until_boundary(self, decay: LogDecay, start: int, stop: int) -> Tensor:
-        """What is left of every key of a range at its end, (N, t, 1)."""
-        after = torch.arange(start + 1, stop + 1, device=self.psi.device)
-        left = decay.between(torch.full_like(after, stop), after, self.psi.dtype)
-        return left.unsqueeze(-1)
-
-    def _since_boundary(self, decay: LogDecay, segment: Segment) -> Tensor:
-        """What is left of the type table at each query of a segment, (N, 1, t, 1)."""
-        after = self.routing.at(segment, self.psi.device) + 1
-        boundary = torch.full_like(after, segment.boundary)
-        return decay.between(after, boundary, self.psi.dtype)[:, None, :, None]
-
-    def _between_boundaries(self, decay: LogDecay, earlier: int, later: int) -> Tensor:
-        """What a move of the boundary leaves of what was pooled before, (N, 1, 1, 1)."""
-        edge = torch.tensor([later, earlier], device=self.psi.device)
-        return decay.between(edge[0], edge[1], self.psi.dtype).view(-1, 1, 1, 1)
+    def _at(self, segment: Segment) -> Tensor:
+        """Return the positions of a segment's queries."""
+        return self.routing.at(segment, self.psi.device)

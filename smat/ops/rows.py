@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import Segment, SMatMask
+from smat.ops.boundary_decay import BoundaryDecay
 from smat.ops.causal import CausalBranch
 from smat.ops.decay import LogDecay
 from smat.ops.feature_maps import pointwise_rows
@@ -197,7 +198,8 @@ class Share(Part):
     @property
     def long_range(self) -> LongRangeBranch:
         """The long-range branch of the share."""
-        return LongRangeBranch(EachHead(self), self.decay, self._routing(), self.kept)
+        gates = None if self.decay is None else BoundaryDecay(self.decay, self.inputs.dtype)
+        return LongRangeBranch(EachHead(self), gates, self._routing(), self.kept)
 
     def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.

@@ -162,7 +162,7 @@ def cut_runs(sizes: list[int]) -> Iterator[Run]:
     """Cut groups of given sizes into runs, each as long as padding costs little.
 
     >>> [(run.groups.stop, run.width) for run in cut_runs([2000, 400, 390, 250, 0])]
-    [(1, 2000), (3, 400), (5, 250)]
+    [(1, 2000), (4, 400), (5, 0)]
     """
     first = visits = slots = 0
     while first < len(sizes):
