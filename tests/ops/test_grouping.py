@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from smat.ops.group_order import GroupOrder
 from smat.ops.grouping import PeriodicGroups
-from smat.ops.sorted_groups import SortedGroups
+from smat.ops.sorted_groups import BATCH_SLOTS, MAX_PADDED, SPARE_SLOTS, SortedGroups, cut_runs
 from tests.ops.comparison import poisoned_memory
 
 SHAPES = [(1, 1, 3), (1, 17, 5), (3, 17, 5), (2, 10, 5), (2, 4, 9), (3, 20, 1)]
@@ -88,3 +91,62 @@ def test_strided_views_of_features():
         assert torch.equal(
             groups.read_left(right, table), groups.read_left(right.contiguous(), table)
         )
+
+
+@given(st.lists(st.integers(0, 3000), max_size=60))
+def test_runs_cover_all_groups_with_little_padding(sizes):
+    runs = list(cut_runs(sizes))
+    groups = visits = slots = 0
+    for run in runs:
+        inside = sizes[run.groups]
+        assert run.width == max(inside)
+        assert (run.groups.start, run.visits.start, run.slots.start) == (groups, visits, slots)
+        groups, visits, slots = run.groups.stop, run.visits.stop, run.slots.stop
+        assert visits - run.visits.start == sum(inside)
+        assert slots - run.slots.start == run.width * len(inside)
+        if len(inside) > 1:
+            most = min(BATCH_SLOTS, MAX_PADDED * sum(inside) + SPARE_SLOTS)
+            assert slots - run.slots.start <= most
+    assert (groups, visits) == (len(sizes), sum(sizes))
+
+
+def test_groups_in_order_of_size_need_few_runs():
+    index = torch.randint(200, (1, 20000), generator=torch.Generator().manual_seed(0))
+    index = (index * index // 200) % 200  # groups of very different sizes
+    in_order = GroupOrder.by_visits(index, 200).rename(index)
+    runs = [
+        [run for batch in SortedGroups(x, 200).batches for run in batch.runs]
+        for x in (index, in_order)
+    ]
+    slots = [each[-1].slots.stop for each in runs]
+    assert len(runs[1]) < len(runs[0])
+    assert slots[1] <= 1.3 * 20000
+
+
+@given(st.integers(1, 4), st.integers(0, 30), st.integers(1, 9), st.randoms(use_true_random=False))
+def test_an_order_renames_groups_by_falling_size(num_rows, length, num_groups, random):
+    index = torch.tensor(
+        [[random.randrange(num_groups) for _ in range(length)] for _ in range(num_rows)],
+        dtype=torch.long,
+    ).view(num_rows, length)
+    order = GroupOrder.by_visits(index, num_groups)
+    each = torch.arange(num_groups).expand(num_rows, -1)
+    assert torch.equal(order.rename(order.group), each)
+    for row, name in zip(index, order.rename(index), strict=True):
+        sizes = torch.bincount(name, minlength=num_groups)
+        assert torch.equal(
+            sizes, torch.bincount(row, minlength=num_groups).sort(descending=True)[0]
+        )
+
+
+def test_a_stranger_that_is_not_a_number_spoils_its_own_groups_only():
+    index = torch.tensor([[0, 2, 2, 5, 5, 5, 5]])  # groups of 1, 2 and 4 visits, three without any
+    left, right = normal(1, 7, 4), normal(1, 7, 3, seed=1)
+    for spoiled in range(7):
+        for side in (left, right):
+            kept = side[0, spoiled].clone()
+            side[0, spoiled] = torch.nan
+            sums = SortedGroups(index, 6).outer_sum(left, right)[0]
+            side[0, spoiled] = kept
+            spoiled_groups = sums.isnan().flatten(1).any(1).nonzero().flatten().tolist()
+            assert spoiled_groups == [index[0, spoiled]]
