@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from smat.ops.causal import BlockGrads
+from smat.ops.causal import BlockGrads, CausalBranch
 from smat.ops.decay import grad_log_decay
 from smat.ops.feature_maps import pointwise_backward_
 from smat.ops.long_range import LongRangeGrads
@@ -30,9 +30,10 @@ def smat_forward(inputs: Inputs, num_kept: int) -> tuple[Tensor, Tensor, Tensor]
     tables = v.new_empty(num_kept, dtype=inputs.dtype)
     for share in inputs.shares(tables):
         # Lines 2-4: pool by profile, tabulate, read by type.
-        distant = share.long_range.forward() if inputs.branch != "causal" else None
+        long_range = share.long_range
+        distant = long_range.forward() if inputs.branch != "causal" else None
         # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles; add, divide once.
-        for block, taken, y in _recent(share):
+        for block, taken, y in _recent(share, share.causal(long_range)):
             seen = None if distant is None else distant.of(block.boundary, taken)
             y = y if seen is None else y + seen.view_as(y)
             if inputs.normalize:
@@ -44,9 +45,8 @@ def smat_forward(inputs: Inputs, num_kept: int) -> tuple[Tensor, Tensor, Tensor]
     return out, normalizer, tables
 
 
-def _recent(share: Share) -> Iterator[tuple[Block, slice, Tensor]]:
+def _recent(share: Share, causal: CausalBranch) -> Iterator[tuple[Block, slice, Tensor]]:
     """Yield what the causal branch answers; nothing but zeros if it is not asked."""
-    causal = share.causal
     if share.inputs.branch != "long_range":
         yield from causal.forward()
         return
@@ -69,9 +69,10 @@ def smat_backward(
         if x is not None
     }
     for share in inputs.shares(tables, (grad_out, out, normalizer)):
-        distant = share.long_range.backward() if inputs.branch != "causal" else None
+        long_range = share.long_range
+        distant = long_range.backward() if inputs.branch != "causal" else None
         moved = None if inputs.log_decay is None else _moved_by_answers(share)
-        for recent in _recent_backward(share):
+        for recent in _recent_backward(share, share.causal(long_range)):
             _put_grads(share, recent, distant, moved, grads)
             del recent  # the next block can use its memory, which is in cache
         if moved is not None and inputs.log_decay is not None:
@@ -80,9 +81,8 @@ def smat_backward(
     return {name: grad.to(given[name].dtype) for name, grad in grads.items()}
 
 
-def _recent_backward(share: Share) -> Iterator[BlockGrads]:
+def _recent_backward(share: Share, causal: CausalBranch) -> Iterator[BlockGrads]:
     """Yield the causal branch's gradients; zeros if it was not asked."""
-    causal = share.causal
     if share.inputs.branch != "long_range":
         yield from causal.backward()
         return

@@ -33,8 +33,8 @@ from smat.ops.tiles import KeyTiles, QueryTiles, add_bmm_heads_, bmm_heads, sum_
 class Source(Protocol):
     """Where features come from: N rows of keys, each with G heads of queries and M of values."""
 
-    def phi(self, taken: slice) -> Tensor:
-        """Return the features of some queries, (N, G, R, r)."""
+    def phi(self, taken: slice, boundary: int) -> Tensor:
+        """Return the features of some queries with one boundary, (N, G, R, r)."""
 
     def psi(self, span: slice) -> Tensor:
         """Return the features of some keys, (N, t, r)."""
@@ -42,8 +42,8 @@ class Source(Protocol):
     def v(self, span: slice) -> Tensor:
         """Return the values of some keys, (M, N, t, p)."""
 
-    def grad_y(self, taken: slice) -> Tensor:
-        """Return the gradient of some outputs, (M, N, G, R, p)."""
+    def grad_y(self, taken: slice, boundary: int) -> Tensor:
+        """Return the gradient of their outputs, (M, N, G, R, p)."""
 
     def zero_state(self) -> Tensor:
         """Return the state of nothing, (M N, r, p)."""
@@ -58,7 +58,7 @@ class Arrays:
     all_v: Tensor
     all_grad_y: Tensor | None = None
 
-    def phi(self, taken: slice) -> Tensor:
+    def phi(self, taken: slice, boundary: int) -> Tensor:
         """Return the features of some queries, (N, G, R, r)."""
         return self.all_phi[:, :, taken]
 
@@ -70,7 +70,7 @@ class Arrays:
         """Return the values of some keys, (1, N, t, p)."""
         return self.all_v[None, :, span]
 
-    def grad_y(self, taken: slice) -> Tensor:
+    def grad_y(self, taken: slice, boundary: int) -> Tensor:
         """Return the gradient of some outputs, (1, N, G, R, p)."""
         assert self.all_grad_y is not None
         return self.all_grad_y[None, :, :, taken]
@@ -146,7 +146,8 @@ class CausalBranch:
         keys = self._keys(block)
         asked = grad_before = None
         if before is not None:
-            asked = _Asked(self._queries(keys, taken), before, self.source.grad_y(taken))
+            grad_y = self.source.grad_y(taken, block.boundary)
+            asked = _Asked(self._queries(keys, taken), before, grad_y)
             grad_before = asked.grad_before()
         return _block_grads(keys, taken, asked, way_back.over(keys, grad_before))
 
@@ -163,7 +164,7 @@ class CausalBranch:
 
     def _queries(self, keys: KeyTiles, taken: slice) -> QueryTiles:
         positions = None if self.positions is None else self.positions[taken]
-        return QueryTiles(keys, self.source.phi(taken), positions)
+        return QueryTiles(keys, self.source.phi(taken, keys.block.boundary), positions)
 
     def taken(self) -> list[slice]:
         """Find which queries fall into each block."""

@@ -90,6 +90,33 @@ class LongRangeBranch:
         """The values that are ever distant, (N, n, p)."""
         return self._collect("v", self.source.v)
 
+    @cached_property
+    def phi(self) -> OfQueries:
+        """The queries that see distant keys, (N, G, R, r) for each boundary."""
+        return self._load(self.source.phi)
+
+    @cached_property
+    def grad_y(self) -> OfQueries:
+        """The gradients of their answers, (N, G, R, p) for each boundary."""
+        return self._load(self.source.grad_y)
+
+    def made_of_queries(self, name: str, boundary: int, taken: slice) -> Tensor | None:
+        """Return the `phi` or `grad_y` of some queries, if it was made for this branch."""
+        made = vars(self).get(name)
+        return None if made is None else made.of(boundary, taken)
+
+    def made_of_keys(self, name: str, span: slice) -> Tensor | None:
+        """Return the `psi` or `v` of some keys, if it was made for this branch."""
+        made = vars(self).get(name)
+        return None if made is None or span.stop > made.shape[1] else made[:, span]
+
+    def _load(self, source: Callable[[slice], Tensor]) -> OfQueries:
+        loaded = OfQueries()
+        for segment in self.routing.folds():
+            taken = self.routing.taken(segment)
+            loaded.parts[segment.boundary] = (taken.start, source(taken))
+        return loaded
+
     def _collect(self, name: str, read: Callable[[slice], Tensor]) -> Tensor:
         """Read all distant keys into scratch memory, a few at a time."""
         num_distant = self.routing.num_distant
@@ -104,13 +131,12 @@ class LongRangeBranch:
     def forward(self) -> OfQueries:
         """Answer the queries that see distant keys."""
         y = OfQueries()
-        phi = self._load(self.source.phi)
         for features in self._feature_blocks():
             for segment, table in self._make_type_tables(features):
                 taken = self.routing.taken(segment)
                 if taken.stop == taken.start:
                     continue
-                asked = phi[segment.boundary][..., features]
+                asked = self.phi.parts[segment.boundary][1][..., features]
                 answers = [
                     self._queries(segment, head).read(asked[:, head], table)
                     for head in range(asked.shape[1])
@@ -133,11 +159,11 @@ class LongRangeBranch:
         """
         of_keys = torch.zeros_like(self.psi), torch.zeros_like(self.v)
         grads = LongRangeGrads(OfQueries(), OfQueries(), *of_keys)
-        phi, grad_y = self._load(self.source.phi), self._load(self.source.grad_y)
+        phi = {boundary: part for boundary, (_, part) in self.phi.parts.items()}
+        grad_y = {boundary: part for boundary, (_, part) in self.grad_y.parts.items()}
         if self.decay is not None:
             for segment in self.routing.folds():
                 scale = self.decay.since(segment.boundary, self._at(segment))
-                # Not in place: what was loaded may be the caller's own gradient.
                 grad_y[segment.boundary] = grad_y[segment.boundary] * scale
         for features in self._feature_blocks():
             for segment, table in self._type_tables(features):
@@ -199,13 +225,6 @@ class LongRangeBranch:
         if (start, -1) not in self._groups:
             self._groups[start, -1] = self.routing.keys(start, stop)
         return self._groups[start, -1]
-
-    def _load(self, source: Callable[[slice], Tensor]) -> dict[int, Tensor]:
-        """Get something about the queries of every segment that sees distant keys."""
-        return {
-            segment.boundary: source(self.routing.taken(segment))
-            for segment in self.routing.folds()
-        }
 
     def _keys_backward(
         self,

@@ -188,12 +188,11 @@ class Share(Part):
         log_decay = self.inputs.log_decay
         return None if log_decay is None else LogDecay(self.of_values(log_decay).flatten(0, 1))
 
-    @property
-    def causal(self) -> CausalBranch:
-        """The causal branch of the share."""
+    def causal(self, long_range: LongRangeBranch) -> CausalBranch:
+        """The causal branch of the share, which runs after the long range."""
         num_chunks = chunks_per_block(self.num_values * self.num_rows, self.inputs.k.device)
         blocks = cut_blocks(self._segments(), num_chunks)
-        return CausalBranch(self, self.decay, blocks, self.positions)
+        return CausalBranch(Beside(self, long_range), self.decay, blocks, self.positions)
 
     @property
     def long_range(self) -> LongRangeBranch:
@@ -256,6 +255,44 @@ class EachHead:
     def _repeated(self, x: Tensor) -> Tensor:
         """(N, ...) -> (M N, ...)."""
         return x.expand(self.share.num_values, *x.shape).flatten(0, 1)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A share as the causal branch sees it: what the long range has made is not made again."""
+
+    share: Share
+    long_range: LongRangeBranch
+
+    def phi(self, taken: slice, boundary: int) -> Tensor:
+        """Return the features of some queries with one boundary, (N, G, R, r)."""
+        made = self.long_range.made_of_queries("phi", boundary, taken)
+        return self.share.phi(taken) if made is None else self._by_value(made)[0]
+
+    def psi(self, span: slice) -> Tensor:
+        """Return the features of some keys, (N, t, r)."""
+        made = None
+        if self.share.inputs.write_weight is None:
+            made = self.long_range.made_of_keys("psi", span)
+        return self.share.psi(span) if made is None else self._by_value(made)[0]
+
+    def v(self, span: slice) -> Tensor:
+        """Return the values of some keys, (M, N, t, p)."""
+        made = self.long_range.made_of_keys("v", span)
+        return self.share.v(span) if made is None else self._by_value(made)
+
+    def grad_y(self, taken: slice, boundary: int) -> Tensor:
+        """Return the gradient of some outputs, (M, N, G, R, p)."""
+        made = self.long_range.made_of_queries("grad_y", boundary, taken)
+        return self.share.grad_y(taken) if made is None else self._by_value(made)
+
+    def zero_state(self) -> Tensor:
+        """Return the state of nothing, (M N, r, p)."""
+        return self.share.zero_state()
+
+    def _by_value(self, x: Tensor) -> Tensor:
+        """(M N, ...) -> (M, N, ...)."""
+        return x.unflatten(0, (self.share.num_values, self.share.num_rows))
 
 
 def _cut(total: int, size: int) -> list[slice]:
