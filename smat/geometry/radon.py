@@ -75,6 +75,7 @@ def tabulate_tables(
     """
     shape = (field_size, ambient_dim, table.device)
     if method == "dense":
+        _check_own_order(place, order)
         incidence = hyperplanes.incidence(*shape)
         return torch.matmul(incidence.to(table.dtype), table, out=out)
     stages = (
@@ -96,6 +97,7 @@ def backproject_tables(
     """Apply C' to a stack of tables, (N, B, S) -> (N, P, S): the adjoint of tabulating."""
     shape = (field_size, ambient_dim, table.device)
     if method == "dense":
+        _check_own_order(place, order)
         incidence = hyperplanes.incidence(*shape)
         return torch.matmul(incidence.to(table.dtype).mT, table, out=out)
     stages = (
@@ -104,6 +106,12 @@ def backproject_tables(
         else _only_stage(incident_types, *shape)
     )
     return sum_rows(table, stages, out=out, place=place, order=order)
+
+
+def _check_own_order(place: Tensor | None, order: Tensor | None) -> None:
+    given = [name for name, x in (("place", place), ("order", order)) if x is not None]
+    if given:
+        raise ValueError(f"the dense form takes rows in their own order, got {' and '.join(given)}")
 
 
 def _only_stage(

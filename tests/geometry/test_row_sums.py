@@ -61,3 +61,11 @@ def test_a_stack_that_is_too_large_is_cut():
         assert row_sums.at_once(table[:2])
     with mock.patch.object(row_sums, "WHOLE_ELEMENTS", 19):
         assert not row_sums.at_once(table.repeat(1, 1, 200))
+
+
+def test_the_dense_form_refuses_orders_that_it_would_ignore():
+    order = torch.arange(5).expand(1, -1)
+    with pytest.raises(ValueError, match="own order, got place and order"):
+        radon.tabulate_tables(torch.ones(1, 5, 2), 5, 1, "dense", place=order, order=order)
+    with pytest.raises(ValueError, match="own order, got order"):
+        radon.backproject_tables(torch.ones(1, 5, 2), 5, 1, "dense", order=order)
