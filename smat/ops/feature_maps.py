@@ -14,7 +14,7 @@ FeatureMap = str | Callable[[Tensor], Tensor]
 
 # Maps that the op applies tile by tile, and whose derivative follows from their value.
 POINTWISE = ("elu", "relu", "identity")
-BLOCK_ELEMENTS = 1 << 17  # of a block that a map works through at a time
+BLOCK_ELEMENTS = 1 << 18  # of a block that a map works through at a time
 
 
 def pointwise(name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -23,11 +23,11 @@ def pointwise(name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
     >>> pointwise("elu", torch.tensor([-1.0, 2.0]))
     tensor([0.3679, 3.0000])
 
-    elu(x) + 1 = max(exp(min(x, 0)), x + 1), which keeps the digits of exp(x) that adding 1 to
+    elu(x) + 1 = exp(min(x, 0)) + max(x, 0), which keeps the digits of exp(x) that adding 1 to
     expm1(x) would lose.
     """
     if name == "elu":
-        return torch.maximum(x.clamp(max=0).exp_(), x + 1, out=out)
+        return torch.clamp(x, max=0, out=out).exp_().add_(x.clamp(min=0))
     if name == "relu":
         return torch.clamp(x, min=0, out=out)
     return x
