@@ -164,6 +164,7 @@ class LongRangeBranch:
         if self.decay is not None:
             for segment in self.routing.folds():
                 scale = self.decay.since(segment.boundary, self._at(segment))
+                # Not in place: they may be the caller's own, and the causal branch uses them too.
                 grad_y[segment.boundary] = grad_y[segment.boundary] * scale
         for features in self._feature_blocks():
             for segment, table in self._type_tables(features):
