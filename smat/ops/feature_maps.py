@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 FeatureMap = str | Callable[[Tensor], Tensor]
 
-# Maps that the op applies tile by tile, and whose derivative follows from their value.
+# Maps that the op applies itself, and whose derivative follows from their value.
 POINTWISE = ("elu", "relu", "identity")
-BLOCK_ELEMENTS = 1 << 18  # of a block that a map works through at a time
+BLOCK_ELEMENTS = 1 << 18  # that a map works through at a time, so that what it needs stays in cache
 
 
 def pointwise(name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -34,18 +32,13 @@ def pointwise(name: str, x: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def pointwise_rows(name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Apply a pointwise map to (..., T, f) and lay the result out row by row, in a given dtype.
-
-    A few thousand tokens at a time: what a map needs in between then stays in cache, where whole
-    temporaries would come from fresh pages each time.
-    """
+    """Apply a pointwise map to (..., T, f) and lay the result out row by row, in a given dtype."""
     if name == "identity":
         return x.to(dtype).contiguous()
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    length = x.shape[-2]
-    tokens = (
-        length if x.device.type != "cpu" else max(1, BLOCK_ELEMENTS * length // max(1, x.numel()))
-    )
+    length, tokens = x.shape[-2], x.shape[-2]
+    if x.device.type == "cpu":
+        tokens = max(1, BLOCK_ELEMENTS * length // max(1, x.numel()))
     for start in range(0, length, max(1, tokens)):
         block = slice(start, start + tokens)
         pointwise(name, x[..., block, :].to(dtype), out[..., block, :])
@@ -59,31 +52,6 @@ def pointwise_backward_(name: str, value: Tensor, grad: Tensor) -> Tensor:
     if name == "relu":
         return grad.mul_(value > 0)
     return grad
-
-
-def pointwise_map(name: str, x: Tensor) -> Tensor:
-    """Apply a pointwise map, with a gradient.
-
-    >>> x = torch.tensor([[-1.0, 2.0]], requires_grad=True)
-    >>> torch.autograd.grad(pointwise_map("elu", x).sum(), x)
-    (tensor([[0.3679, 1.0000]]),)
-    """
-    return x if name == "identity" else _PointwiseMap.apply(name, x)  # type: ignore[no-untyped-call]
-
-
-class _PointwiseMap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor) -> Tensor:
-        ctx.name = name
-        value = pointwise_rows(name, x, x.dtype)
-        ctx.save_for_backward(value)
-        return value
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        (value,) = ctx.saved_tensors
-        return None, pointwise_backward_(ctx.name, value, grad.clone())
 
 
 class Favor:

@@ -1,0 +1,2 @@
+def save_state(*a): raise NotImplementedError
+def load_state(*a): raise NotImplementedError
