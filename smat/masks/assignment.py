@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smat.geometry import Geometry
-from smat.masks.checks import check_index
+from smat.geometry.field import check_index, from_digits
 
 
 def positional_profile(geometry: Geometry, position: Tensor) -> Tensor:
@@ -119,7 +119,9 @@ def agreeing_direction(geometry: Geometry, cells: Tensor) -> tuple[Tensor, Tenso
         flat = torch.zeros(cells.shape[:-1], dtype=torch.long, device=cells.device)
         return flat, torch.ones_like(flat, dtype=torch.bool)
     place = geometry.points(cells.device)[cells.long()]
-    apart = geometry.profile_index((place[..., 1:, :] - place[..., :1, :]) % geometry.field_size)
+    apart = from_digits(
+        (place[..., 1:, :] - place[..., :1, :]) % geometry.field_size, geometry.field_size
+    )
     orthogonal = _orthogonal(geometry, cells.device)
     agrees = torch.ones(
         *cells.shape[:-1], geometry.num_directions, dtype=torch.bool, device=cells.device

@@ -169,8 +169,8 @@ def test_a_wrong_tabulation_is_not_timed(capsys, tmp_path, monkeypatch):
 
     right = radon.tabulate_tables
 
-    def broken(table, field_size, ambient_dim, method, out):
-        return right(table, field_size, ambient_dim, method, out=out).mul_(1.01)
+    def broken(table, field_size, ambient_dim, out):
+        return right(table, field_size, ambient_dim, out=out).mul_(1.01)
 
     monkeypatch.setattr(radon, "tabulate_tables", broken)
     status, _, err, result = run(capsys, tmp_path, "tabulate", "--case", "3,3")
