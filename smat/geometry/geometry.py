@@ -99,7 +99,7 @@ class Geometry:
         """Number the hyperplane with a direction and an offset."""
         check_index("direction_index", direction_index, max(1, self.num_directions))
         check_index("offset", offset, self.field_size if self.ambient_dim else 1)
-        return direction_index.long() * self.field_size + offset
+        return direction_index.long() * self.field_size + offset.long()
 
     def split_type(self, type_index: Tensor) -> tuple[Tensor, Tensor]:
         """Take a type's number apart into direction and offset."""
@@ -110,7 +110,7 @@ class Geometry:
         """Find a . x mod q: which hyperplane of a parallel class a point lies on."""
         check_index("profile", profile, self.num_profiles)
         if self.ambient_dim == 0:
-            return torch.zeros_like(direction_index.long() + profile)
+            return torch.zeros_like(direction_index.long() + profile.long())
         check_index("direction_index", direction_index, self.num_directions)
         direction = hyperplanes.directions(*self._key(profile.device))[direction_index.long()]
         point = to_digits(profile, self.field_size, self.ambient_dim)

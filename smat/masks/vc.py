@@ -41,30 +41,22 @@ def shattered_set(matrix: Tensor) -> tuple[int, ...]:
     Sizes 1, 2, ... are tried in turn up to floor(log2(number of distinct rows)); the first size
     without a shattered set ends the search, since subsets of shattered sets are shattered.
     """
-    support = _support(matrix)
-    distinct_rows = _distinct_rows(support)
-    # Equal columns get equal labels, so one of them stands for all.
+    distinct_rows = _distinct_rows(_support(matrix))
+    num_rows = len(distinct_rows)
+    # A column is a bit set of rows. Equal ones get equal labels, so one of them stands for all.
     columns: dict[int, int] = {}
     for index, entries in enumerate(distinct_rows.T.int().tolist()):
         columns.setdefault(int("".join(map(str, entries)), 2), index)
+    # Lopsided columns first: they leave the fewest candidates to those that follow.
+    ones = {column: column.bit_count() for column in columns}
+    candidates = sorted(columns, key=lambda column: min(ones[column], num_rows - ones[column]))
     largest: tuple[int, ...] = ()
-    for size in range(1, len(distinct_rows).bit_length()):
-        found = _find_shattered(list(columns), len(distinct_rows), size)
+    for size in range(1, num_rows.bit_length()):
+        found = _extend([(num_rows, (1 << num_rows) - 1)], candidates, size)
         if found is None:
             break
         largest = tuple(sorted(columns[column] for column in found))
     return largest
-
-
-def _find_shattered(columns: list[int], num_rows: int, size: int) -> list[int] | None:
-    """Find a shattered set of the given size; columns are bit sets of rows."""
-    # Lopsided columns first: they leave the fewest candidates to those that follow.
-    lopsided_first = sorted(columns, key=lambda column: _num_rarer(column, num_rows))
-    return _extend([(num_rows, (1 << num_rows) - 1)], lopsided_first, size)
-
-
-def _num_rarer(column: int, num_rows: int) -> int:
-    return min(column.bit_count(), num_rows - column.bit_count())
 
 
 def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> list[int] | None:
@@ -75,27 +67,19 @@ def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> li
     smallest trace comes first, because it refuses most candidates.
     """
     least = 1 << (num_missing - 1)
-    splitting = []
-    for column in candidates:
-        for num_rows, rows in traces:
-            num_inside = (rows & column).bit_count()
-            if num_inside < least or num_rows - num_inside < least:
-                break
-        else:
-            splitting.append(column)
+    splitting = [
+        column
+        for column in candidates
+        if all(least <= (rows & column).bit_count() <= num - least for num, rows in traces)
+    ]
     if len(splitting) < num_missing:
         return None
     if num_missing == 1:
         return splitting[:1]
-    for index in range(len(splitting) - num_missing + 1):
-        column = splitting[index]
-        halves = []
-        for num_rows, rows in traces:
-            inside = rows & column
-            num_inside = inside.bit_count()
-            halves.append((num_inside, inside))
-            halves.append((num_rows - num_inside, rows ^ inside))
-        rest = _extend(sorted(halves), splitting[index + 1 :], num_missing - 1)
+    for index, column in enumerate(splitting[: len(splitting) - num_missing + 1]):
+        halves = [half for _, rows in traces for half in (rows & column, rows & ~column)]
+        sized = sorted((half.bit_count(), half) for half in halves)
+        rest = _extend(sized, splitting[index + 1 :], num_missing - 1)
         if rest is not None:
             return [column, *rest]
     return None
@@ -156,15 +140,10 @@ def multi_read_vc_bound(vc_dim: int, num_reads: int) -> int:
     >>> [multi_read_vc_bound(vc_dim, num_reads=4) for vc_dim in (2, 3, 4)]
     [26, 50, 74]
 
-    The union of k hyperplanes realises at most (e s / D)^(D k) traces on s >= D keys, so a
-    shattered set of the long-range block has at most the largest s with
-
-        2^s <= (e s / D)^(D k),
-
-    and the two causal blocks add at most 2. The paper rounds this up to 25 d - 24 for k = 4. With
-    one read the theorem itself gives d, and at d = 1 the mask is causal whatever is read.
-
-    Paper: d = `vc_dim`, D = d - 1, k = `num_reads`.
+    The union of k hyperplanes realises at most (e s / D)^(D k) traces on s >= D keys: a shattered
+    set of the long-range block has at most the largest s with 2^s <= (e s / D)^(D k), and the two
+    causal blocks add at most 2. The paper rounds this up to 25 d - 24 for k = 4. With one read the
+    theorem itself gives d, and at d = 1 the mask is causal whatever is read.
     """
     if vc_dim < 1 or num_reads < 1:
         raise ValueError(
