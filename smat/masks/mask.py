@@ -66,7 +66,8 @@ class SMatMask:
                 f"boundary {self.boundary.describe()} lies past the horizon seq_len = {seq_len}; "
                 f"keep at most {seq_len} keys distant"
             )
-        if self.vc_dim > 1 and self.num_distant == 0 and not self.boundary.horizon_free:
+        never_distant = self.num_distant == 0 and not self.boundary.horizon_free
+        if self.vc_dim > 1 and self.seq_len > 1 and never_distant:  # one token has no past anyway
             _warn_once(
                 f"vc_dim = {vc_dim} is without effect at T = {seq_len}: with chunks of c = "
                 f"{self.chunk_size} tokens nothing is distant below T = 2c = {2 * self.chunk_size}"
@@ -137,7 +138,7 @@ class SMatMask:
     def guarantees_vc_dim(self) -> bool:
         """Whether VC = d is proved for this mask.
 
-        >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(128, 4, 8).guarantees_vc_dim
+        >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(1024, 4).for_length(64).guarantees_vc_dim
         (True, False)
 
         The proof asks for P <= n, so that every basis point is some key's profile, and for 2B <= m,

@@ -28,7 +28,7 @@ def test_warns_once_where_the_proof_does_not_apply():
 
 
 @pytest.mark.usefixtures("nothing_warned_yet")
-@pytest.mark.parametrize(("seq_len", "chunk_size"), [(5, 64), (127, 64), (1, 1)])
+@pytest.mark.parametrize(("seq_len", "chunk_size"), [(5, 64), (127, 64), (3, 2)])
 def test_warns_once_where_d_is_without_effect(seq_len, chunk_size):
     message = rf"vc_dim = 3 is without effect at T = {seq_len}.*T = 2c = {2 * chunk_size}"
     with pytest.warns(SMatWarning, match=message) as caught:
@@ -48,6 +48,7 @@ def test_warns_once_where_d_is_without_effect(seq_len, chunk_size):
     [
         lambda: SMatMask(1024, 4),
         lambda: SMatMask(5, 1),  # plain causal at every length
+        lambda: SMatMask(1, 4),  # one token has no past
         lambda: SMatMask(86, 3, boundary=none()),
         lambda: SMatMask(5, 4, boundary=kept(5)),  # what comes later finds a distant block
         lambda: SMatMask(1024, 3).for_length(5),
