@@ -132,12 +132,9 @@ class Geometry:
         (6728351, 584545)
         """
         _check_method(method)
-        if self.ambient_dim == 0:
-            return 1
-        if method == "dense":
-            return self.num_types * self.num_profiles
-        if method == "algorithm2":
-            return self.num_directions * self.num_profiles
+        if method != "factored" or self.ambient_dim == 0:
+            num_rows = self.num_types if method == "dense" else max(1, self.num_directions)
+            return num_rows * self.num_profiles
         dims = range(2, self.vc_dim)  # a problem each; on a line there is nothing to add
         return sum((dim - 1) * self.field_size ** (dim + 1) + self.field_size**dim for dim in dims)
 

@@ -247,12 +247,13 @@ def schedule_from_dict(data: Mapping[str, Any]) -> BoundarySchedule:
     >>> schedule_from_dict({"kind": "window", "step": 256})
     WindowBoundary(step=256)
     """
-    kind, fields = data.get("kind"), {name: data[name] for name in data if name != "kind"}
-    for schedule in (kept, rebuilt, doubling, window):
-        if schedule.kind == kind:
-            try:
-                return schedule(**fields)
-            except TypeError:
-                message = f"schedule {kind!r} cannot be built from the fields {fields}"
-                raise ValueError(message) from None
-    raise ValueError(f"unknown boundary schedule {kind!r}; known: kept, rebuilt, doubling, window")
+    classes: tuple[type[BoundarySchedule], ...] = (kept, rebuilt, doubling, window)
+    kinds = {schedule.kind: schedule for schedule in classes}
+    fields = dict(data)
+    kind = fields.pop("kind", None)
+    if kind not in kinds:
+        raise ValueError(f"unknown boundary schedule {kind!r}; known are {sorted(kinds)}")
+    try:
+        return kinds[kind](**fields)
+    except TypeError:
+        raise ValueError(f"schedule {kind!r} cannot be built from the fields {fields}") from None

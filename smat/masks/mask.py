@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smat.geometry import Geometry, default_num_distant
+from smat.geometry import Geometry
 from smat.geometry.field import check_index, check_integer
 from smat.masks.boundary import BoundarySchedule, RebuiltBoundary, Segment, schedule_from_dict
 from smat.masks.dense import count_on_hyperplane, decay_between, dense_support
@@ -58,50 +58,45 @@ class SMatMask:
         chunk_size: int = 64,
         field_size: int | None = None,
         boundary: BoundarySchedule | None = None,
+        *,
+        _derived: bool = False,  # from another mask: of any length, and without a warning
     ) -> None:
-        schedule = RebuiltBoundary() if boundary is None else boundary
-        self._set(seq_len, vc_dim, chunk_size, field_size, schedule)
-        if self.schedule.anchor > seq_len:
+        boundary = RebuiltBoundary() if boundary is None else boundary
+        if not isinstance(boundary, BoundarySchedule):
+            raise ValueError(f"boundary must be a schedule or None, but it is {boundary!r}")
+        write = object.__setattr__  # the mask is frozen
+        write(self, "seq_len", check_integer("seq_len", seq_len, least=1))
+        write(self, "vc_dim", check_integer("vc_dim", vc_dim, least=1))
+        write(self, "chunk_size", check_integer("chunk_size", chunk_size, least=1))
+        write(self, "boundary", boundary)
+        write(self, "field_size", field_size)
+        write(self, "field_size", None if field_size is None else self.geometry.field_size)
+        _ = self.geometry, self.recipe  # a compiler that meets the mask finds them written
+        if not _derived:
+            self._check_horizon()
+
+    def _check_horizon(self) -> None:
+        """Refuse a boundary past the horizon; say what does not hold of a mask so short."""
+        space, c, n = self.geometry, self.chunk_size, self.num_distant
+        if self.schedule.anchor > self.seq_len:
             raise ValueError(
-                f"boundary {self.boundary.describe()} lies past the horizon seq_len = {seq_len}; "
-                f"keep at most {seq_len} keys distant"
+                f"boundary {self.boundary.describe()} lies past the horizon seq_len = "
+                f"{self.seq_len}; keep at most {self.seq_len} keys distant"
             )
-        never_distant = self.num_distant == 0 and not self.boundary.horizon_free
-        if self.vc_dim > 1 and self.seq_len > 1 and never_distant:  # one token has no past anyway
+        if n > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
             _warn_once(
-                f"vc_dim = {vc_dim} is without effect at T = {seq_len}: with chunks of c = "
-                f"{self.chunk_size} tokens nothing is distant below T = 2c = {2 * self.chunk_size}"
-            )
-        elif self.num_distant > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
-            space = self.geometry
-            _warn_once(
-                f"VC = {vc_dim} is not guaranteed at T = {seq_len}, n = {self.num_distant}, m = "
+                f"VC = {self.vc_dim} is not guaranteed at T = {self.seq_len}, n = {n}, m = "
                 f"{self.num_recent}: q = {space.field_size} has P = {space.num_profiles} and B = "
                 f"{space.num_types}, but the proof needs P <= n and 2B <= m. The mask is valid and "
                 "causal all the same; a longer sequence, a smaller vc_dim or a smaller field_size "
                 "would restore the guarantee."
             )
-
-    def _set(
-        self,
-        seq_len: int,
-        vc_dim: int,
-        chunk_size: int,
-        field_size: int | None,
-        boundary: BoundarySchedule,
-    ) -> SMatMask:
-        """Fill a mask without a warning: packed sequences come in any length."""
-        write = object.__setattr__
-        write(self, "seq_len", check_integer("seq_len", seq_len, least=1))
-        write(self, "vc_dim", check_integer("vc_dim", vc_dim, least=1))
-        write(self, "chunk_size", check_integer("chunk_size", chunk_size, least=1))
-        if not isinstance(boundary, BoundarySchedule):
-            raise ValueError(f"boundary must be a schedule or None, but it is {boundary!r}")
-        write(self, "boundary", boundary)
-        write(self, "field_size", field_size)
-        write(self, "field_size", None if field_size is None else self.geometry.field_size)
-        _ = self.geometry, self.recipe  # a compiler that meets the mask finds them written
-        return self
+        # A single token has no past whatever d is, and decoding may go past a free horizon.
+        if n == 0 and self.vc_dim > 1 and self.seq_len > 1 and not self.boundary.horizon_free:
+            _warn_once(
+                f"vc_dim = {self.vc_dim} is without effect at T = {self.seq_len}: with chunks of "
+                f"c = {c} tokens nothing is distant below T = 2c = {2 * c}"
+            )
 
     @cached_property
     def recipe(self) -> str:
@@ -118,11 +113,10 @@ class SMatMask:
         """The points and hyperplanes that profiles and types number."""
         if self.field_size is not None:
             return Geometry(vc_dim=self.vc_dim, field_size=self.field_size)
-        if self.boundary.moves:
-            return Geometry.for_distant(
-                default_num_distant(self.seq_len, self.chunk_size), self.vc_dim
-            )
-        return Geometry.for_distant(self.schedule.anchor, self.vc_dim)
+        schedule = (RebuiltBoundary() if self.boundary.moves else self.boundary).resolve(
+            self.seq_len, self.chunk_size
+        )
+        return Geometry.for_distant(schedule.anchor, self.vc_dim)
 
     @cached_property
     def num_distant(self) -> int:
@@ -189,8 +183,8 @@ class SMatMask:
         masks are leading blocks of longer ones; a given field size is kept as well.
         """
         field_size = self.geometry.field_size if self.boundary.moves else self.field_size
-        derived = object.__new__(SMatMask)
-        return derived._set(seq_len, self.vc_dim, self.chunk_size, field_size, self.boundary)
+        recipe = (self.vc_dim, self.chunk_size, field_size, self.boundary)
+        return SMatMask(seq_len, *recipe, _derived=True)
 
     def profile(self, positions: Tensor) -> Tensor:
         """Return the positional profile of the keys at 0-based positions: prof(j) = j mod P.
@@ -290,9 +284,9 @@ class SMatMask:
         if set(data) != set(names):
             raise ValueError(f"a mask is saved as {names}, but got {list(data)}")
         plain = {**data, "boundary": schedule_from_dict(data["boundary"])}
-        return object.__new__(cls)._set(**plain)
+        return cls(**plain, _derived=True)
 
 
 @cache
 def _warn_once(message: str) -> None:
-    warnings.warn(message, SMatWarning, stacklevel=3)
+    warnings.warn(message, SMatWarning, stacklevel=4)  # the caller of SMatMask

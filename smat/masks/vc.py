@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from smat.geometry.field import check_index
+
 # The rows that realise one trace on the columns chosen so far: how many, and as a bit set.
 _Trace = tuple[int, int]
 
-_MAX_BATCHED_COLUMNS = 20
-_BATCH_CELLS = 1 << 20
+_MAX_COLUMNS = 20  # of the sets that are counted together
+_MAX_CELLS = 1 << 20  # of the sets that are counted in one go, times their traces
 
 
 def vc_dimension(matrix: Tensor) -> int:
@@ -67,11 +69,14 @@ def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> li
     smallest trace comes first, because it refuses most candidates.
     """
     least = 1 << (num_missing - 1)
-    splitting = [
-        column
-        for column in candidates
-        if all(least <= (rows & column).bit_count() <= num - least for num, rows in traces)
-    ]
+    splitting = []
+    for column in candidates:  # plain loops: the search spends its time here
+        for num_rows, rows in traces:
+            num_inside = (rows & column).bit_count()
+            if num_inside < least or num_rows - num_inside < least:
+                break
+        else:
+            splitting.append(column)
     if len(splitting) < num_missing:
         return None
     if num_missing == 1:
@@ -106,17 +111,17 @@ def count_traces_of_sets(matrix: Tensor, column_sets: Tensor) -> Tensor:
     """
     support = _distinct_rows(_support(matrix))
     index = _column_index(support, column_sets)
-    if index.ndim != 2 or index.shape[1] > _MAX_BATCHED_COLUMNS:
+    if index.ndim != 2 or index.shape[1] > _MAX_COLUMNS:
         raise ValueError(
-            f"column_sets must be (N, k) with k of at most {_MAX_BATCHED_COLUMNS}, "
+            f"column_sets must be (N, k) with k of at most {_MAX_COLUMNS}, "
             f"but their shape is {tuple(index.shape)}"
         )
     num_subsets = 1 << index.shape[1]
     bits = support.T.int().contiguous()
-    block = max(1, _BATCH_CELLS // max(num_subsets, len(support)))
+    num_sets = max(1, _MAX_CELLS // max(num_subsets, len(support)))
     counts = [index.new_zeros(0)]
-    for start in range(0, len(index), block):
-        sets = index[start : start + block]
+    for start in range(0, len(index), num_sets):
+        sets = index[start : start + num_sets]
         code = torch.zeros(len(sets), len(support), dtype=torch.int, device=support.device)
         for place, column in enumerate(sets.unbind(1)):
             code += bits[column] << place
@@ -172,12 +177,7 @@ def _distinct_rows(support: Tensor) -> Tensor:
 
 def _column_index(support: Tensor, columns: Sequence[int] | Tensor) -> Tensor:
     index = torch.as_tensor(columns, device=support.device).long()
-    num_columns = support.shape[1]
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= num_columns):
-        raise ValueError(
-            f"columns must lie in 0..{num_columns - 1}, but they run from {int(index.min())} "
-            f"to {int(index.max())}"
-        )
+    check_index("columns", index, support.shape[1])
     ordered = index.sort(-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise ValueError(f"the columns of a set must differ, but they are {index.tolist()}")
