@@ -16,6 +16,7 @@ ROOMS = [
     "shapes",
     "geometry",
     "masks",
+    "schedules",
     "ops",
     "layers",
     "models",

@@ -13,7 +13,7 @@ from smat.bench.checks import TOLERANCES, Check, relative_rms, require_passed
 from smat.bench.environment import describe_environment
 from smat.bench.memory import Workload, peak_extra_bytes
 from smat.bench.timing import Candidate, NoProgress, Progress, Timing, measure, synchronizer
-from smat.geometry import Geometry, hyperplanes, radon, shears
+from smat.geometry import Geometry, hyperplanes, radon
 
 CHECK_COLUMNS = 3
 DEFAULT_CASES = ((37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5))
@@ -101,10 +101,10 @@ def tabulate_by(
         incidence = hyperplanes.incidence(q, ambient_dim, device).float()
         kept = incidence.numel() * incidence.element_size()
         return lambda table, out: torch.matmul(incidence, table, out=out), kept
-    return (
-        lambda table, out: radon.tabulate_tables(table, q, ambient_dim, method, out=out),
-        _index_bytes(method, geometry, device),
-    )
+    kept = _index_bytes(method, geometry, device)
+    if method == "algorithm2":
+        return lambda table, out: out.copy_(geometry.tabulate(table, method)), kept
+    return lambda table, out: radon.tabulate_tables(table, q, ambient_dim, out=out), kept
 
 
 def tabulate_workload(
@@ -193,12 +193,8 @@ def _tables(geometry: Geometry, num_columns: int, device: torch.device) -> tuple
 def _index_bytes(method: str, geometry: Geometry, device: torch.device) -> int:
     """Count the integer tables that a form keeps for a geometry."""
     q, ambient_dim = geometry.field_size, geometry.ambient_dim
-    if method == "algorithm2":
-        tables = [radon.incident_points(q, ambient_dim, device)] if ambient_dim else []
-    else:
-        tables = [
-            table for stage in shears.tabulation_stages(q, ambient_dim, device) for table in stage
-        ]
+    list_steps = radon.incident_points if method == "algorithm2" else radon.tabulation_steps
+    tables = [table for step in list_steps(q, ambient_dim, device) for table in step]
     return sum(index.numel() * index.element_size() for index in tables)
 
 

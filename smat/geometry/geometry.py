@@ -8,9 +8,15 @@ from operator import index
 import torch
 from torch import Tensor
 
-from smat.geometry import hyperplanes, radon, radon_ops
-from smat.geometry.field import from_digits, is_prime, next_prime, to_digits
-from smat.geometry.scaling import field_size_for
+from smat.geometry import hyperplanes, radon
+from smat.geometry.field import (
+    check_index,
+    check_integer,
+    field_size_for,
+    is_prime,
+    next_prime,
+    to_digits,
+)
 
 
 @dataclass(frozen=True)
@@ -37,13 +43,12 @@ class Geometry:
     field_size: int
 
     def __post_init__(self) -> None:
-        if self.vc_dim < 1:
-            raise ValueError(f"vc_dim must be at least 1, got {self.vc_dim}")
-        if not is_prime(self.field_size):
-            raise ValueError(
-                f"field_size must be prime, got {self.field_size}; "
-                f"the next prime is {next_prime(self.field_size)}"
-            )
+        field_size = check_integer("field_size, a prime,", self.field_size, least=2)
+        object.__setattr__(self, "vc_dim", check_integer("vc_dim", self.vc_dim, least=1))
+        object.__setattr__(self, "field_size", field_size)
+        if not is_prime(field_size):
+            following = next_prime(field_size)
+            raise ValueError(f"field_size must be prime, got {field_size}; next is {following}")
 
     @classmethod
     def for_distant(cls, num_distant: int, vc_dim: int) -> Geometry:
@@ -52,10 +57,6 @@ class Geometry:
         >>> Geometry.for_distant(512, vc_dim=4)
         Geometry(vc_dim=4, field_size=5)
         """
-        if num_distant < 0:
-            raise ValueError(f"num_distant must not be negative, got {num_distant}")
-        if vc_dim < 1:
-            raise ValueError(f"vc_dim must be at least 1, got {vc_dim}")
         return cls(vc_dim, field_size_for(num_distant, vc_dim))
 
     @property
@@ -90,83 +91,70 @@ class Geometry:
         """Mark the points of every hyperplane, (B, P) bool. Dense: for small geometries."""
         return hyperplanes.incidence(*self._key(device)).clone()
 
-    def witness_types(self, device: torch.device | str | None = None) -> Tensor:
-        """Number the hyperplanes that shatter the standard basis, (2^D,), by subset bit mask."""
-        return hyperplanes.witness_types(*self._key(device)).clone()
-
     def basis_profiles(self, device: torch.device | str | None = None) -> Tensor:
         """Number the points e_1, ..., e_D, (D,)."""
-        basis = torch.eye(self.ambient_dim, dtype=torch.long, device=device)
-        return from_digits(basis, self.field_size)
-
-    def profile_index(self, points: Tensor) -> Tensor:
-        """Number points given by coordinates, (..., D) -> (...)."""
-        if points.shape[-1] != self.ambient_dim:
-            raise ValueError(
-                f"a point of vc_dim {self.vc_dim} has {self.ambient_dim} coordinates, "
-                f"got {points.shape[-1]}"
-            )
-        _check_range("a coordinate", points, self.field_size)
-        return from_digits(points, self.field_size)
+        return self.field_size ** torch.arange(self.ambient_dim - 1, -1, -1, device=device)
 
     def type_index(self, direction_index: Tensor, offset: Tensor) -> Tensor:
         """Number the hyperplane with a direction and an offset."""
-        _check_range("direction_index", direction_index, max(1, self.num_directions))
-        _check_range("offset", offset, self.field_size if self.ambient_dim else 1)
-        return direction_index * self.field_size + offset
+        check_index("direction_index", direction_index, max(1, self.num_directions))
+        check_index("offset", offset, self.field_size if self.ambient_dim else 1)
+        return direction_index.long() * self.field_size + offset.long()
 
     def split_type(self, type_index: Tensor) -> tuple[Tensor, Tensor]:
         """Take a type's number apart into direction and offset."""
-        _check_range("type_index", type_index, self.num_types)
-        return type_index // self.field_size, type_index % self.field_size
+        check_index("type_index", type_index, self.num_types)
+        return type_index.long() // self.field_size, type_index.long() % self.field_size
 
     def offset_of(self, direction_index: Tensor, profile: Tensor) -> Tensor:
         """Find a . x mod q: which hyperplane of a parallel class a point lies on."""
-        _check_range("profile", profile, self.num_profiles)
+        check_index("profile", profile, self.num_profiles)
         if self.ambient_dim == 0:
-            return torch.zeros_like(direction_index + profile)
-        _check_range("direction_index", direction_index, self.num_directions)
-        direction = hyperplanes.directions(*self._key(profile.device))[direction_index]
+            return torch.zeros_like(direction_index.long() + profile.long())
+        check_index("direction_index", direction_index, self.num_directions)
+        direction = hyperplanes.directions(*self._key(profile.device))[direction_index.long()]
         point = to_digits(profile, self.field_size, self.ambient_dim)
         return (direction * point).sum(-1) % self.field_size
 
     def tabulate(self, table: Tensor, method: str = "factored") -> Tensor:
         """Sum profile states over every hyperplane, U = C F: (..., P, S) -> (..., B, S)."""
-        _check_table(table, self.num_profiles, "profiles", self)
-        radon.check_method(method)
-        return radon_ops.tabulate(table, index(self.field_size), self.ambient_dim, method)
+        return self._transform(table, self.num_profiles, "profiles", method, adjoint=False)
 
     def backproject(self, table: Tensor, method: str = "factored") -> Tensor:
         """Sum type states over a point's hyperplanes, C' U: (..., B, S) -> (..., P, S)."""
-        _check_table(table, self.num_types, "types", self)
-        radon.check_method(method)
-        return radon_ops.backproject(table, index(self.field_size), self.ambient_dim, method)
+        return self._transform(table, self.num_types, "types", method, adjoint=True)
 
     def tabulation_cost(self, method: str = "factored") -> int:
-        """Count the state additions of one tabulation.
+        """Count the state additions of one tabulation (a sum of k states counts k).
 
-        >>> Geometry(vc_dim=4, field_size=23).tabulation_cost("algorithm2")
-        6728351
+        >>> geometry = Geometry(vc_dim=4, field_size=23)
+        >>> geometry.tabulation_cost("algorithm2"), geometry.tabulation_cost()
+        (6728351, 584545)
         """
-        return radon.tabulation_cost(self.field_size, self.ambient_dim, method)
+        _check_method(method)
+        if method != "factored" or self.ambient_dim == 0:
+            num_rows = self.num_types if method == "dense" else max(1, self.num_directions)
+            return num_rows * self.num_profiles
+        dims = range(2, self.vc_dim)  # a problem each; on a line there is nothing to add
+        return sum((dim - 1) * self.field_size ** (dim + 1) + self.field_size**dim for dim in dims)
 
     def _key(self, device: torch.device | str | None) -> tuple[int, int, torch.device]:
         return self.field_size, self.ambient_dim, torch.empty(0, device=device).device
 
+    def _transform(
+        self, table: Tensor, num_entries: int, entries: str, method: str, adjoint: bool
+    ) -> Tensor:
+        if table.ndim < 2 or table.shape[-2] != num_entries:
+            raise ValueError(
+                f"a table over the {num_entries} {entries} of vc_dim {self.vc_dim}, field_size "
+                f"{self.field_size} has shape (..., {num_entries}, S), got {tuple(table.shape)}"
+            )
+        if not table.dtype.is_floating_point:
+            raise ValueError(f"a table must hold floating-point states, got {table.dtype}")
+        _check_method(method)
+        return radon.transform(table, index(self.field_size), self.ambient_dim, method, adjoint)
 
-def _check_range(name: str, value: Tensor, limit: int) -> None:
-    if value.numel() and bool(((value < 0) | (value >= limit)).any()):
-        raise ValueError(
-            f"{name} must lie in [0, {limit}), got values from "
-            f"{int(value.min())} to {int(value.max())}"
-        )
 
-
-def _check_table(table: Tensor, num_rows: int, rows: str, geometry: Geometry) -> None:
-    if table.ndim < 2 or table.shape[-2] != num_rows:
-        raise ValueError(
-            f"a table over the {num_rows} {rows} of vc_dim {geometry.vc_dim}, field_size "
-            f"{geometry.field_size} has shape (..., {num_rows}, S), got {tuple(table.shape)}"
-        )
-    if not table.dtype.is_floating_point:
-        raise ValueError(f"a table must hold floating-point states, got {table.dtype}")
+def _check_method(method: str) -> None:
+    if method not in radon.METHODS:
+        raise ValueError(f"method must be one of {', '.join(radon.METHODS)}, got {method!r}")

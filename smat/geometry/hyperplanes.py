@@ -1,15 +1,30 @@
 """Points, hyperplanes and their incidence over a prime field (Section 3, equation 4).
 
-Index tables are integers only, built by broadcasting, and cached per (q, d, device).
+Index tables are integers only, built by broadcasting, and kept for each (q, D, device).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
-from smat.geometry.field import from_digits, to_digits
-from smat.geometry.tables import cached_table
+from smat.geometry.field import to_digits
+
+Table = TypeVar("Table")
+
+
+def cached_table(
+    build: Callable[[int, int, torch.device], Table],
+) -> Callable[[int, int, torch.device], Table]:
+    """Build a table once for each (field_size, ambient_dim, device).
+
+    Outside inference mode: a table made inside it would be refused by every later backward pass.
+    """
+    return lru_cache(maxsize=64)(torch.inference_mode(False)(build))
 
 
 def count_directions(field_size: int, ambient_dim: int) -> int:
@@ -27,40 +42,15 @@ def points(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
 def directions(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
     """List every direction whose leading nonzero coordinate is 1, (A, D).
 
-    The leading 1 stands in the first coordinate first, then in the second, and so on; the
-    coordinates behind it run in counting order.
+    The 1 stands in the first coordinate first, then in the second; the rest is in counting order.
     """
-    groups = []
+    leading = [torch.zeros(0, ambient_dim, dtype=torch.long, device=device)]
     for num_zeros in range(ambient_dim):
         tail = points(field_size, ambient_dim - num_zeros - 1, device)
-        head = torch.zeros(len(tail), num_zeros + 1, dtype=torch.long, device=device)
+        head = tail.new_zeros(len(tail), num_zeros + 1)
         head[:, -1] = 1
-        groups.append(torch.cat([head, tail], dim=-1))
-    if not groups:
-        return torch.zeros(0, 0, dtype=torch.long, device=device)
-    return torch.cat(groups)
-
-
-def direction_index(direction: Tensor, field_size: int) -> Tensor:
-    """Number a nonzero vector's direction, whatever its scale: (..., D) -> (...)."""
-    ambient_dim = direction.shape[-1]
-    nonzero = direction % field_size != 0
-    if not bool(nonzero.any(-1).all()):
-        raise ValueError(
-            f"a direction must have a nonzero coordinate modulo q = {field_size}, "
-            f"got {direction.tolist()}"
-        )
-    lead = nonzero.long().argmax(-1)
-    inverses = torch.tensor(
-        [pow(value, -1, field_size) if value else 0 for value in range(field_size)],
-        device=direction.device,
-    )
-    lead_value = torch.gather(direction % field_size, -1, lead.unsqueeze(-1))
-    scaled = direction * inverses[lead_value] % field_size
-    # Group sizes are q^(D-1), q^(D-2), ..., 1; what stands behind the leading 1 is the number.
-    sizes = field_size ** torch.arange(ambient_dim - 1, -1, -1, device=direction.device)
-    group_start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
-    return group_start[lead] + from_digits(scaled, field_size) - sizes[lead]
+        leading.append(torch.cat([head, tail], dim=-1))
+    return torch.cat(leading)
 
 
 @cached_table
@@ -81,24 +71,4 @@ def incidence(field_size: int, ambient_dim: int, device: torch.device) -> Tensor
         return torch.ones(1, 1, dtype=torch.bool, device=device)
     offset = torch.arange(field_size, device=device)
     on_plane = offsets(field_size, ambient_dim, device)[:, None, :] == offset[None, :, None]
-    return on_plane.reshape(-1, field_size**ambient_dim)
-
-
-@cached_table
-def witness_types(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
-    """Number the hyperplanes H_R that shatter the standard basis (lemma "affine hyperplanes").
-
-    Entry R, a bit mask over the coordinates (bit l for e_(l+1)), is the type with
-    e_l in H_R if and only if l in R: sum of the coordinates outside R is 0, and for the full
-    R the sum of all coordinates is 1.
-    """
-    if ambient_dim == 0:
-        return torch.zeros(1, dtype=torch.long, device=device)
-    subset = torch.arange(2**ambient_dim, device=device)
-    inside = (subset[:, None] >> torch.arange(ambient_dim, device=device)) & 1
-    normal = 1 - inside
-    normal[-1] = 1
-    offset = torch.zeros_like(subset)
-    offset[-1] = 1
-    # The leading nonzero coordinate of every normal is 1 already, so the offset needs no scaling.
-    return direction_index(normal, field_size) * field_size + offset
+    return on_plane.flatten(0, 1)

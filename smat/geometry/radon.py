@@ -5,63 +5,101 @@ paper adds one state per nonzero of C, q^(2d-3) additions. Here the transform is
 shears, one coordinate at a time, and needs (d-2) q^d + O(d q^(d-1)) additions: linear in the
 sequence length for every d, and still nothing but additions of non-negative terms.
 
-For the directions whose leading 1 stands first, start from ``W1[y, x2..xD] = F[y, x2..xD]``
-and for j = 2..D
+For the directions whose leading 1 stands first, start from ``W1 = F`` and for j = 2..D
 
-    Wj[a2..aj, y, x(j+1)..xD] = sum over xj of W(j-1)[a2..a(j-1), y - aj xj, xj, x(j+1)..xD];
+    Wj[x(j+1)..xD, a2..aj, y] = sum over xj of W(j-1)[xj, x(j+1)..xD, a2..a(j-1), y - aj xj];
 
 then ``U[a2..aD, b] = WD[a2..aD, b]``. Directions with leading zeros see F summed over its first
-coordinate: the same problem, one dimension lower.
-
-Each shear adds q rows of a table per row of the next (row_sums.py). The lower-dimensional problems
-ride along (shears.py), so that D-1 sums make a whole table and nothing is summed, copied or joined
-beside them. The rows of every intermediate table are ordered slab by slab, so that the q^2 rows
-which one slab of a shear mixes stay in cache; ``smat bench tabulate`` compares the forms. A
-Fourier-slice form needs as many passes over the table and loses digits where states differ in size,
-so there is none.
+coordinate: the same problem, one dimension lower. The problems ride along: the table after step j
+holds, one behind the other, the D-dimensional problem after step j, the (D-1)-dimensional one after
+step j-1, and so on, and D-1 calls of ``embedding_bag`` make the whole type table in its own order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smat.geometry import hyperplanes
-from smat.geometry.row_sums import Stage, sum_rows
-from smat.geometry.shears import backprojection_stages, tabulation_stages
-from smat.geometry.tables import cached_table
+from smat.geometry.hyperplanes import cached_table
 
-METHODS = ("factored", "algorithm2", "dense")
+METHODS = ("factored", "algorithm2", "dense")  # the last two are slow references
+
+WHOLE_ELEMENTS = 1 << 20  # of a table that is summed as it stands: 4 MB of fp32
+STACK_ELEMENTS = 1 << 22  # of the tables that are summed in one call
+SLAB_ELEMENTS = 1 << 19  # of a larger table, column by column: what a shear mixes stays in cache
+SLAB_COLUMNS = (128, 1024)  # fewer cost more to copy than they save
+
+Step = tuple[Tensor, Tensor]  # entries to be added, sum after sum, and where each sum begins
+Steps = Sequence[Step]
 
 
-def tabulation_cost(field_size: int, ambient_dim: int, method: str = "factored") -> int:
-    """Count the state additions of one tabulation (a sum of k states counts k).
+@cached_table
+def shear_indices(field_size: int, ambient_dim: int, device: torch.device) -> tuple[Tensor, ...]:
+    """List, for each shear j = 2..D, the q entries that make each entry after it, (q^D, q)."""
+    others = torch.arange(field_size ** (ambient_dim - 2), device=device).view(-1, 1, 1, 1)
+    x = torch.arange(field_size, device=device)
+    a, y = x.view(-1, 1, 1), x.view(-1, 1)
+    sheared = (y - a * x) % field_size
+    first = (sheared * field_size + x) * len(others) + others  # F is ordered by y, x2, ..., xD
+    later = (x * len(others) + others) * field_size + sheared
+    return tuple(step.reshape(-1, field_size) for step in [first] + [later] * (ambient_dim - 2))
 
-    >>> tabulation_cost(23, 3, "algorithm2"), tabulation_cost(23, 3, "factored")
-    (6728351, 584545)
-    """
-    check_method(method)
-    num_profiles = field_size**ambient_dim
-    num_directions = hyperplanes.count_directions(field_size, ambient_dim)
-    if ambient_dim == 0:
-        return 1
-    if method == "dense":
-        return num_directions * field_size * num_profiles
-    if method == "algorithm2":
-        return num_directions * num_profiles
-    if ambient_dim == 1:  # a hyperplane of a line is one of its points: nothing to add
-        return 0
-    shears = (ambient_dim - 1) * num_profiles * field_size
-    return shears + num_profiles + tabulation_cost(field_size, ambient_dim - 1, method)
+
+@cached_table
+def tabulation_steps(field_size: int, ambient_dim: int, device: torch.device) -> Steps:
+    """List the D-1 steps from profile states to type states."""
+    steps = []
+    for step in range(2, ambient_dim + 1):
+        sums, before = [], 0
+        for num_zeros in range(step - 1):  # the problem of directions with so many leading zeros
+            problem_dim = ambient_dim - num_zeros
+            shears = shear_indices(field_size, problem_dim, device)
+            sums.append(shears[step - 2 - num_zeros] + before)
+            before += field_size**problem_dim
+        # Summed over a coordinate, the last problem begins the next one.
+        last = torch.arange(before - field_size**problem_dim, before, device=device)
+        steps.append(_step(torch.cat([*sums, last.view(field_size, -1).T])))
+    return steps
+
+
+@cached_table
+def adjoint_steps(field_size: int, ambient_dim: int, device: torch.device) -> Steps:
+    """List the D-1 steps from type states to profile states: the adjoints, last step first."""
+    steps = tabulation_steps(field_size, ambient_dim, device)
+    return [_adjoint(step) for step in reversed(steps)]
+
+
+@cached_table
+def incident_points(field_size: int, ambient_dim: int, device: torch.device) -> Steps:
+    """List the q^(D-1) points of every hyperplane: the one step of Algorithm 2, none at D = 0."""
+    in_order = hyperplanes.offsets(field_size, ambient_dim, device).argsort(dim=1, stable=True)
+    return [_step(in_order.unflatten(1, (field_size, -1)).flatten(0, 1))] if ambient_dim else []
+
+
+def _step(entries: Tensor) -> Step:
+    """Write sums of equally many entries, (sums, terms), as a step."""
+    num_sums, num_terms = entries.shape
+    return entries.flatten(), num_terms * torch.arange(num_sums, device=entries.device)
+
+
+def _adjoint(step: Step) -> Step:
+    """Turn a step around: each entry is the sum of the sums that it was added to."""
+    entry, first = step
+    begins = torch.zeros_like(entry)
+    begins[first[1:]] = 1
+    num_sums = entry.bincount()
+    return begins.cumsum(0)[entry.argsort(stable=True)], num_sums.cumsum(0) - num_sums
 
 
 def tabulate_tables(
     table: Tensor,
     field_size: int,
     ambient_dim: int,
-    method: str = "factored",
     *,
     out: Tensor | None = None,
     place: Tensor | None = None,
@@ -69,79 +107,133 @@ def tabulate_tables(
 ) -> Tensor:
     """Apply C to a stack of tables, (N, P, S) -> (N, B, S), in the table's own dtype.
 
-    Where a type is a point, D < 2, the answer may be the table itself if no ``out`` is given. But
-    for the dense form, `place` and `order` may say where points stand and which types are wanted
-    where, as `sum_rows` takes them.
+    >>> tabulate_tables(torch.ones(1, 4, 1), field_size=2, ambient_dim=2).flatten()
+    tensor([2., 2., 2., 2., 2., 2.])
+
+    `place` (N, P) says where each point stands in a table if not in its own place, `order` (N, B)
+    which type is wanted at each place of the answer; neither costs anything. Where a type is a
+    point, D < 2, the answer may be the table itself if no `out` is given.
     """
-    shape = (field_size, ambient_dim, table.device)
-    if method == "dense":
-        _check_own_order(place, order)
-        incidence = hyperplanes.incidence(*shape)
-        return torch.matmul(incidence.to(table.dtype), table, out=out)
-    stages = (
-        tabulation_stages(*shape) if method == "factored" else _only_stage(incident_points, *shape)
-    )
-    return sum_rows(table, stages, out=out, place=place, order=order)
+    return _run(table, tabulation_steps(field_size, ambient_dim, table.device), out, place, order)
 
 
 def backproject_tables(
     table: Tensor,
     field_size: int,
     ambient_dim: int,
-    method: str = "factored",
     *,
     out: Tensor | None = None,
     place: Tensor | None = None,
     order: Tensor | None = None,
 ) -> Tensor:
     """Apply C' to a stack of tables, (N, B, S) -> (N, P, S): the adjoint of tabulating."""
-    shape = (field_size, ambient_dim, table.device)
+    return _run(table, adjoint_steps(field_size, ambient_dim, table.device), out, place, order)
+
+
+def at_once(table: Tensor) -> bool:
+    """Tell whether a stack is summed in one call, which has memory of its own for the answer."""
+    together, width = _cut(table)
+    return together >= len(table) and width >= table.shape[-1]
+
+
+def _cut(table: Tensor) -> tuple[int, int]:
+    """Choose how many tables, and how many of their columns, to sum in one call."""
+    num_tables, num_entries, num_columns = (max(1, size) for size in table.shape)
+    if table.device.type != "cpu":
+        return num_tables, num_columns
+    if num_entries * num_columns <= WHOLE_ELEMENTS:
+        return max(1, STACK_ELEMENTS // (num_entries * num_columns)), num_columns
+    least, most = SLAB_COLUMNS
+    return 1, min(max(least, SLAB_ELEMENTS // num_entries), most) // 16 * 16
+
+
+def _run(
+    table: Tensor, steps: Steps, out: Tensor | None, place: Tensor | None, order: Tensor | None
+) -> Tensor:
+    """Run the steps of a transform over a stack of tables, (N, entries, S) -> (N, answers, S)."""
+    if not steps and (place is not None or order is not None):
+        steps = [_step(torch.arange(table.shape[1], device=table.device)[:, None])]
+    if not steps:
+        return table if out is None else out.copy_(table)
+    if table.numel() and at_once(table):
+        answers = _sum(table, _for_stack(steps, table, place, order))
+        return answers if out is None else out.copy_(answers)
+    if out is None:
+        out = table.new_empty(len(table), len(steps[-1][1]), table.shape[2])
+    together, width = _cut(table)
+    for start in range(0, len(table), together):
+        some = slice(start, start + together)
+        own = [None if names is None else names[some] for names in (place, order)]
+        steps_of_some = _for_stack(steps, table[some], *own)
+        for column in range(0, table.shape[2], width):
+            columns = slice(column, column + width)
+            out[some, :, columns] = _sum(table[some, :, columns], steps_of_some)
+    return out
+
+
+def _for_stack(steps: Steps, table: Tensor, place: Tensor | None, order: Tensor | None) -> Steps:
+    """Write the steps for all entries of a stack, one table behind the other."""
+    num_tables, num_entries, _ = table.shape
+    if num_tables == 1 and place is None and order is None:
+        return steps
+    number = torch.arange(num_tables, device=table.device).unsqueeze(1)
+    stacked = []
+    for at, (entry, first) in enumerate(steps):
+        entries = entry.expand(num_tables, -1)
+        if place is not None and at == 0:
+            entries = place[:, entry]
+        if order is not None and at == len(steps) - 1:  # whose sums have equally many terms
+            terms = entries.unflatten(1, (len(first), -1))
+            entries = terms.gather(1, order.unsqueeze(-1).expand_as(terms)).flatten(1)
+        starts = first + len(entry) * number
+        stacked.append(((entries + num_entries * number).flatten(), starts.flatten()))
+        num_entries = len(first)
+    return stacked
+
+
+def _sum(table: Tensor, steps: Steps) -> Tensor:
+    """Add entries up, step by step; a sum is gathered in registers and written once."""
+    entries = table.reshape(-1, table.shape[-1]).contiguous()
+    for entry, first in steps:
+        entries = F.embedding_bag(entry, entries, first, mode="sum")
+    return entries.view(len(table), len(entries) // len(table), table.shape[-1])
+
+
+@torch.library.custom_op("smat::tabulate", mutates_args=())
+def transform(
+    table: Tensor, field_size: int, ambient_dim: int, method: str, adjoint: bool
+) -> Tensor:
+    """Apply C or its adjoint to (..., entries, S), summing in at least fp32; differentiable."""
+    wide = table.to(torch.promote_types(table.dtype, torch.float32))
+    stack = wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]).contiguous()
     if method == "dense":
-        _check_own_order(place, order)
-        incidence = hyperplanes.incidence(*shape)
-        return torch.matmul(incidence.to(table.dtype).mT, table, out=out)
-    stages = (
-        backprojection_stages(*shape)
-        if method == "factored"
-        else _only_stage(incident_types, *shape)
-    )
-    return sum_rows(table, stages, out=out, place=place, order=order)
+        incidence = hyperplanes.incidence(field_size, ambient_dim, table.device).to(wide.dtype)
+        answers = (incidence.mT if adjoint else incidence) @ stack
+    elif method == "algorithm2":
+        steps = incident_points(field_size, ambient_dim, table.device)
+        steps = [_adjoint(step) for step in steps] if adjoint else steps
+        answers = _run(stack, steps, out=None, place=None, order=None)
+    else:
+        factored = backproject_tables if adjoint else tabulate_tables
+        answers = factored(stack, field_size, ambient_dim)
+    if answers.data_ptr() == stack.data_ptr():  # an operator returns memory of its own
+        answers = answers.clone()
+    return answers.reshape(*table.shape[:-2], *answers.shape[-2:]).to(table.dtype)
 
 
-def _check_own_order(place: Tensor | None, order: Tensor | None) -> None:
-    given = [name for name, x in (("place", place), ("order", order)) if x is not None]
-    if given:
-        raise ValueError(f"the dense form takes rows in their own order, got {' and '.join(given)}")
+@transform.register_fake
+def _(table: Tensor, field_size: int, ambient_dim: int, method: str, adjoint: bool) -> Tensor:
+    num_types = max(1, field_size * hyperplanes.count_directions(field_size, ambient_dim))
+    num_answers = field_size**ambient_dim if adjoint else num_types
+    return table.new_empty(*table.shape[:-2], num_answers, table.shape[-1])
 
 
-def _only_stage(
-    rows_of: Callable[[int, int, torch.device], Tensor],
-    field_size: int,
-    ambient_dim: int,
-    device: torch.device,
-) -> tuple[Stage, ...]:
-    """Return the one step of Algorithm 2, none if a type is a point."""
-    if ambient_dim == 0:
-        return ()
-    rows = rows_of(field_size, ambient_dim, device)
-    return ((rows.flatten(), rows.shape[1] * torch.arange(len(rows), device=device)),)
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.space, ctx.adjoint = inputs
 
 
-@cached_table
-def incident_points(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
-    """List the q^(D-1) points of every hyperplane, (B, q^(D-1)): the rows of Algorithm 2."""
-    offset = hyperplanes.offsets(field_size, ambient_dim, device)
-    return offset.argsort(dim=1, stable=True).reshape(-1, field_size ** (ambient_dim - 1))
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return transform(grad, *ctx.space, not ctx.adjoint), None, None, None, None
 
 
-@cached_table
-def incident_types(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
-    """List the A hyperplanes through every point, (P, A)."""
-    offset = hyperplanes.offsets(field_size, ambient_dim, device)
-    first_type = field_size * torch.arange(len(offset), device=device)
-    return (first_type[:, None] + offset).T.contiguous()
-
-
-def check_method(method: str) -> None:
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+transform.register_autograd(_backward, setup_context=_remember)

@@ -42,7 +42,7 @@ class PositionalRouting(nn.Module):
     """Profiles and types dealt out in turn.
 
     >>> span = Span(1, 3, torch.device("cpu"))
-    >>> PositionalRouting()(torch.randn(1, 3, 8), SMatMask(64, 2), span)
+    >>> PositionalRouting()(torch.randn(1, 3, 8), SMatMask(128, 2), span)
     (Assignment(profile=None, query_type=None, write_weight=None, read_weight=None), None)
     """
 

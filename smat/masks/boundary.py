@@ -1,8 +1,8 @@
 """Place the line between distant and recent keys: schedules n(t) (stepped window and appendix).
 
-A schedule says how many leading keys are distant for each query. It is piecewise constant in the
-query position and never decreases, so a sequence falls into a few segments with one boundary each,
-and one algorithm serves every schedule.
+A schedule says how many leading keys are distant for each query. It is constant over segments of
+queries and never decreases, and every schedule is known in closed form: no answer takes longer at a
+later position.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 from smat.geometry import default_num_distant
+from smat.geometry.field import check_integer
 
 
 class Segment(NamedTuple):
@@ -31,31 +32,49 @@ class BoundarySchedule(ABC):
     >>> window(step=4).segments(14)
     (Segment(start=0, stop=8, boundary=0), Segment(start=8, stop=12, boundary=4), \
 Segment(start=12, stop=14, boundary=8))
-    >>> window(step=4).boundary_at(13)
-    8
+    >>> window(step=4).boundary_at(13), window(step=4).segment_index(13)
+    (8, 2)
 
-    `moves` tells whether a query can find another boundary than an earlier recent query did;
-    `horizon_free` whether n(t) depends on t alone, so that decoding may run past the horizon.
+    Segments are numbered from 0. `moves` tells whether a query can find another boundary than an
+    earlier recent query did; `horizon_free` whether n(t) depends on t alone, so that decoding may
+    run past the horizon.
 
-    Paper: n(t) = `boundary_at(t - 1)`; T_max = the horizon of the mask; c_dc = `window_step`.
+    Paper: n(t) = `boundary_at(t - 1)`; T_max = the horizon of the mask; c_dc = a window's `step`.
     """
 
     kind: ClassVar[str]
     moves: ClassVar[bool]
     horizon_free: ClassVar[bool] = True
 
+    @property
     @abstractmethod
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yield `(first query, boundary)` for each value of n(t), in order, starting at query 0."""
+    def num_segments(self) -> int | None:
+        """The number of segments, None if they never end."""
 
-    def boundary_at(self, position: int) -> int:
-        """Return the number of distant keys of the query at a 0-based position."""
-        return self.segments(position + 1)[-1].boundary
+    @abstractmethod
+    def segment_index(self, position: int, /) -> int:
+        """Return the number of the segment that holds the query at a 0-based position."""
+
+    @abstractmethod
+    def segment_start(self, index: int, /) -> int:
+        """Return the position of a segment's first query."""
+
+    @abstractmethod
+    def segment_boundary(self, index: int, /) -> int:
+        """Return n(t) of a segment's queries."""
+
+    @abstractmethod
+    def edge_index(self, position: int, /) -> int:
+        """Return the last segment whose boundary is at or before a position, begun or not."""
 
     @property
     def anchor(self) -> int:
         """The position from which recent queries are counted: the boundary if it never moves."""
         return 0
+
+    def boundary_at(self, position: int) -> int:
+        """Return the number of distant keys of the query at a 0-based position."""
+        return self.segment_boundary(self.segment_index(position))
 
     def describe(self) -> str:
         """Return the schedule as one would write it in a call."""
@@ -71,17 +90,16 @@ Segment(start=12, stop=14, boundary=8))
         >>> kept(3).segments(5)
         (Segment(start=0, stop=3, boundary=0), Segment(start=3, stop=5, boundary=3))
         """
-        if seq_len < 1:
-            raise ValueError(f"a sequence has at least one token, but seq_len = {seq_len}")
-        segments: list[Segment] = []
-        pieces = self.pieces()
-        start, boundary = next(pieces)
-        for next_start, next_boundary in pieces:
-            if next_start >= seq_len:
-                break
-            segments.append(Segment(start, next_start, boundary))
-            start, boundary = next_start, next_boundary
-        return (*segments, Segment(start, seq_len, boundary))
+        last = self.segment_index(check_integer("seq_len", seq_len, least=1) - 1)
+        starts = [*(self.segment_start(index) for index in range(last + 1)), seq_len]
+        return tuple(
+            Segment(starts[index], starts[index + 1], self.segment_boundary(index))
+            for index in range(last + 1)
+        )
+
+    def pieces(self) -> Iterator[tuple[int, int]]:  # until the timeline is gone
+        numbers = count() if self.num_segments is None else range(self.num_segments)
+        return ((self.segment_start(index), self.segment_boundary(index)) for index in numbers)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `schedule_from_dict` turns back into this schedule."""
@@ -103,20 +121,25 @@ class KeptBoundary(BoundarySchedule):
     moves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        if self.num_distant < 0:
-            raise ValueError(f"num_distant must be 0 or more, but it is {self.num_distant}")
+        num_distant = check_integer("num_distant", self.num_distant, least=0)
+        object.__setattr__(self, "num_distant", num_distant)
+
+    @property
+    def num_segments(self) -> int:
+        return 2 if self.num_distant else 1
 
     @property
     def anchor(self) -> int:
         return self.num_distant
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        yield 0, 0
-        if self.num_distant > 0:
-            yield self.num_distant, self.num_distant
+    def segment_index(self, position: int) -> int:
+        return int(0 < self.num_distant <= position)
 
-    def boundary_at(self, position: int) -> int:
-        return self.num_distant if position >= self.num_distant else 0
+    def segment_start(self, index: int) -> int:
+        return index * self.num_distant
+
+    segment_boundary = segment_start
+    edge_index = segment_index
 
     def describe(self) -> str:
         return f"kept({self.num_distant})" if self.num_distant else "none()"
@@ -139,11 +162,14 @@ class RebuiltBoundary(BoundarySchedule):
     def resolve(self, seq_len: int, chunk_size: int) -> BoundarySchedule:
         return KeptBoundary(default_num_distant(seq_len, chunk_size))
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
+    def segment_index(self, position: int = 0, /) -> NoReturn:
         raise ValueError(
             "rebuilt() depends on the horizon: ask a mask for its segments, "
             "or call rebuilt().resolve(seq_len, chunk_size) first"
         )
+
+    segment_start = segment_boundary = edge_index = segment_index
+    num_segments = property(segment_index)
 
 
 @dataclass(frozen=True)
@@ -156,15 +182,19 @@ class DoublingBoundary(BoundarySchedule):
 
     kind: ClassVar[str] = "doubling"
     moves: ClassVar[bool] = True
+    num_segments: ClassVar[None] = None
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        yield 0, 0
-        for exponent in count(1):
-            yield 2**exponent - 1, 2 ** (exponent - 1)
+    def segment_index(self, position: int) -> int:
+        return (position + 1).bit_length() - 1  # floor(log2 t)
 
-    def boundary_at(self, position: int) -> int:
-        # The paper's t is position + 1, and its floor(log2 t) is one less than t's bit length.
-        return (1 << (position + 1).bit_length()) // 4
+    def segment_start(self, index: int) -> int:
+        return (1 << index) - 1
+
+    def segment_boundary(self, index: int) -> int:
+        return (1 << index) >> 1
+
+    def edge_index(self, position: int) -> int:
+        return position.bit_length()
 
 
 @dataclass(frozen=True)
@@ -180,18 +210,23 @@ class WindowBoundary(BoundarySchedule):
     step: int
     kind: ClassVar[str] = "window"
     moves: ClassVar[bool] = True
+    num_segments: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if self.step < 1:
-            raise ValueError(f"the step of a window must be 1 or more, but it is {self.step}")
+        step = check_integer("the step of a window", self.step, least=1)
+        object.__setattr__(self, "step", step)
 
-    def pieces(self) -> Iterator[tuple[int, int]]:
-        yield 0, 0
-        for block in count(2):
-            yield block * self.step, (block - 1) * self.step
+    def segment_index(self, position: int) -> int:
+        return max(0, position // self.step - 1)
 
-    def boundary_at(self, position: int) -> int:
-        return max(0, position // self.step - 1) * self.step
+    def segment_start(self, index: int) -> int:
+        return (index + 1) * self.step if index else 0
+
+    def segment_boundary(self, index: int) -> int:
+        return index * self.step
+
+    def edge_index(self, position: int) -> int:
+        return position // self.step
 
     def describe(self) -> str:
         return f"window(step={self.step})"
@@ -202,28 +237,8 @@ def none() -> KeptBoundary:
     return KeptBoundary(0)
 
 
-def kept(num_distant: int) -> KeptBoundary:
-    """The boundary stays where it was put."""
-    return KeptBoundary(num_distant)
-
-
-def rebuilt() -> RebuiltBoundary:
-    """The boundary is half of whatever length the mask is built for (the default)."""
-    return RebuiltBoundary()
-
-
-def doubling() -> DoublingBoundary:
-    """The boundary doubles at each power of two."""
-    return DoublingBoundary()
-
-
-def window(step: int) -> WindowBoundary:
-    """The recent window advances by `step` keys at a time; any step of 1 or more will do."""
-    return WindowBoundary(step)
-
-
-_CLASSES = (KeptBoundary, RebuiltBoundary, DoublingBoundary, WindowBoundary)
-_KINDS: dict[str, type[BoundarySchedule]] = {schedule.kind: schedule for schedule in _CLASSES}
+# The others are called by their plain names: kept(512), rebuilt(), doubling(), window(256).
+kept, rebuilt, doubling, window = KeptBoundary, RebuiltBoundary, DoublingBoundary, WindowBoundary
 
 
 def schedule_from_dict(data: Mapping[str, Any]) -> BoundarySchedule:
@@ -232,11 +247,13 @@ def schedule_from_dict(data: Mapping[str, Any]) -> BoundarySchedule:
     >>> schedule_from_dict({"kind": "window", "step": 256})
     WindowBoundary(step=256)
     """
+    classes: tuple[type[BoundarySchedule], ...] = (kept, rebuilt, doubling, window)
+    kinds = {schedule.kind: schedule for schedule in classes}
     fields = dict(data)
     kind = fields.pop("kind", None)
-    if kind not in _KINDS:
-        raise ValueError(f"unknown boundary schedule {kind!r}; known are {sorted(_KINDS)}")
+    if kind not in kinds:
+        raise ValueError(f"unknown boundary schedule {kind!r}; known are {sorted(kinds)}")
     try:
-        return _KINDS[kind](**fields)
+        return kinds[kind](**fields)
     except TypeError:
         raise ValueError(f"schedule {kind!r} cannot be built from the fields {fields}") from None

@@ -1,4 +1,4 @@
-"""Write a mask out as a matrix, gated or not (block form of Section 3, gated form of Section 4).
+"""Write a mask out as a matrix, gated or not, and count its entries (Section 3, and 4 for gates).
 
 These matrices are for looking at, counting and checking; no fast path builds one.
 """
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from smat.geometry import Geometry
+from smat.geometry.field import to_digits
 
 
 def dense_support(
@@ -58,10 +59,33 @@ def decay_between(log_decay: Tensor) -> Tensor:
     return difference.exp().masked_fill(was_reset, 0.0).tril()
 
 
-def heads_first(values: Tensor, device: torch.device | str) -> Tensor:
-    """Move `(B, T, H)` to `(B, H, T)`; widen indices to int64 and gates to at least fp32."""
-    if not values.dtype.is_floating_point:
-        values = values.long()
-    elif values.dtype.itemsize < 4:
-        values = values.float()
-    return values.to(device).movedim(-1, 1) if values.ndim == 3 else values.to(device)
+def count_on_hyperplane(geometry: Geometry, query_type: Tensor, num_keys: Tensor) -> Tensor:
+    """Count the keys `j < num_keys` whose positional profile `j mod P` lies on each hyperplane.
+
+    >>> geometry = Geometry(vc_dim=3, field_size=3)
+    >>> count_on_hyperplane(geometry, torch.tensor([0, 1, 2]), torch.tensor([9, 10, 5]))
+    tensor([3, 3, 0])
+
+    Every turn of P keys puts q^(D-1) of them on a hyperplane. The points below the remainder are
+    counted digit by digit, in O(D) for a query: such a point follows the digits of the remainder up
+    to some axis and is smaller there. If the direction is nonzero on a later axis, 1 in q of these
+    points is on the hyperplane; else later digits are free and this axis alone must fit the offset.
+    """
+    field_size, ambient_dim = geometry.field_size, geometry.ambient_dim
+    if ambient_dim == 0:
+        return num_keys + torch.zeros_like(query_type)
+    direction_index, missing = geometry.split_type(query_type)
+    direction = geometry.directions(query_type.device)[direction_index]
+    digits = to_digits(num_keys % geometry.num_profiles, field_size, ambient_dim)
+    inverses = [0] + [pow(value, -1, field_size) for value in range(1, field_size)]
+    inverse = torch.tensor(inverses, device=query_type.device)
+    total = num_keys // geometry.num_profiles * (geometry.num_profiles // field_size)
+    for axis in range(ambient_dim):  # `missing` is what the remaining axes must add up to
+        coefficient, digit = direction[..., axis], digits[..., axis]
+        num_free = field_size ** (ambient_dim - axis - 1)
+        later = (direction[..., axis + 1 :] != 0).any(-1)
+        root = missing * inverse[coefficient] % field_size
+        fits = torch.where(coefficient == 0, digit * (missing == 0), (root < digit).long())
+        total = total + torch.where(later, digit * num_free // field_size, fits * num_free)
+        missing = (missing - coefficient * digit) % field_size
+    return total

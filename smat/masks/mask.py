@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smat.geometry import Geometry, default_num_distant
-from smat.masks.assignment import positional_profile, positional_type
+from smat.geometry import Geometry
+from smat.geometry.field import check_index, check_integer
 from smat.masks.boundary import BoundarySchedule, RebuiltBoundary, Segment, schedule_from_dict
-from smat.masks.checks import check_index, check_shapes
-from smat.masks.counting import count_on_hyperplane
-from smat.masks.dense import decay_between, dense_support, heads_first
-from smat.masks.guarantee import SMatWarning as SMatWarning
-from smat.masks.guarantee import proof_applies, warn_once
+from smat.masks.dense import count_on_hyperplane, decay_between, dense_support
+
+
+class SMatWarning(UserWarning):
+    """A mask is valid, but something that the paper says of long sequences does not hold."""
 
 
 @dataclass(frozen=True, init=False)
@@ -57,27 +58,45 @@ class SMatMask:
         chunk_size: int = 64,
         field_size: int | None = None,
         boundary: BoundarySchedule | None = None,
+        *,
+        _derived: bool = False,  # from another mask: of any length, and without a warning
     ) -> None:
-        self._set(seq_len, vc_dim, chunk_size, field_size, boundary or RebuiltBoundary())
-        if self.schedule.anchor > seq_len:
-            raise ValueError(
-                f"boundary {self.boundary.describe()} lies past the horizon seq_len = {seq_len}; "
-                f"keep at most {seq_len} keys distant"
-            )
-        if self.num_distant > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
-            warn_once(seq_len, self.num_distant, self.geometry)
+        boundary = RebuiltBoundary() if boundary is None else boundary
+        if not isinstance(boundary, BoundarySchedule):
+            raise ValueError(f"boundary must be a schedule or None, but it is {boundary!r}")
+        write = object.__setattr__  # the mask is frozen
+        write(self, "seq_len", check_integer("seq_len", seq_len, least=1))
+        write(self, "vc_dim", check_integer("vc_dim", vc_dim, least=1))
+        write(self, "chunk_size", check_integer("chunk_size", chunk_size, least=1))
+        write(self, "boundary", boundary)
+        write(self, "field_size", field_size)
+        write(self, "field_size", None if field_size is None else self.geometry.field_size)
+        _ = self.geometry, self.recipe  # a compiler that meets the mask finds them written
+        if not _derived:
+            self._check_horizon()
 
-    def _set(self, *values: Any) -> SMatMask:
-        for data_field, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, data_field.name, value)
-        for name in ("seq_len", "vc_dim", "chunk_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, but it is {getattr(self, name)}")
-        if not isinstance(self.boundary, BoundarySchedule):
-            raise ValueError(f"boundary must be a schedule or None, but it is {self.boundary!r}")
-        _ = self.geometry  # refuses a field size that is not prime
-        _ = self.recipe  # a compiler that meets the mask finds it written
-        return self
+    def _check_horizon(self) -> None:
+        """Refuse a boundary past the horizon; say what does not hold of a mask so short."""
+        space, c, n = self.geometry, self.chunk_size, self.num_distant
+        if self.schedule.anchor > self.seq_len:
+            raise ValueError(
+                f"boundary {self.boundary.describe()} lies past the horizon seq_len = "
+                f"{self.seq_len}; keep at most {self.seq_len} keys distant"
+            )
+        if n > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
+            _warn_once(
+                f"VC = {self.vc_dim} is not guaranteed at T = {self.seq_len}, n = {n}, m = "
+                f"{self.num_recent}: q = {space.field_size} has P = {space.num_profiles} and B = "
+                f"{space.num_types}, but the proof needs P <= n and 2B <= m. The mask is valid and "
+                "causal all the same; a longer sequence, a smaller vc_dim or a smaller field_size "
+                "would restore the guarantee."
+            )
+        # A single token has no past whatever d is, and decoding may go past a free horizon.
+        if n == 0 and self.vc_dim > 1 and self.seq_len > 1 and not self.boundary.horizon_free:
+            _warn_once(
+                f"vc_dim = {self.vc_dim} is without effect at T = {self.seq_len}: with chunks of "
+                f"c = {c} tokens nothing is distant below T = 2c = {2 * c}"
+            )
 
     @cached_property
     def recipe(self) -> str:
@@ -94,11 +113,10 @@ class SMatMask:
         """The points and hyperplanes that profiles and types number."""
         if self.field_size is not None:
             return Geometry(vc_dim=self.vc_dim, field_size=self.field_size)
-        if self.boundary.moves:
-            num_distant = default_num_distant(self.seq_len, self.chunk_size)
-        else:
-            num_distant = self.schedule.anchor
-        return Geometry.for_distant(num_distant, self.vc_dim)
+        schedule = (RebuiltBoundary() if self.boundary.moves else self.boundary).resolve(
+            self.seq_len, self.chunk_size
+        )
+        return Geometry.for_distant(schedule.anchor, self.vc_dim)
 
     @cached_property
     def num_distant(self) -> int:
@@ -114,13 +132,18 @@ class SMatMask:
     def guarantees_vc_dim(self) -> bool:
         """Whether VC = d is proved for this mask.
 
-        >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(64, 4).guarantees_vc_dim
+        >>> SMatMask(1024, 4).guarantees_vc_dim, SMatMask(1024, 4).for_length(64).guarantees_vc_dim
         (True, False)
 
-        Where the boundary moves nothing is proved: such masks can shatter more than d columns.
+        The proof asks for P <= n, so that every basis point is some key's profile, and for 2B <= m,
+        so that every hyperplane is some query's type both before and after one recent key. At d = 1
+        two tokens are enough. Where the boundary moves nothing is proved: such masks can shatter
+        more than d columns.
         """
-        moves = self.boundary.moves and self.vc_dim > 1
-        return not moves and proof_applies(self.geometry, self.num_distant, self.num_recent)
+        if self.vc_dim == 1:
+            return self.seq_len >= 2
+        fits = self.geometry.num_profiles <= self.num_distant
+        return not self.boundary.moves and fits and 2 * self.geometry.num_types <= self.num_recent
 
     def segments(self, length: int | None = None) -> tuple[Segment, ...]:
         """Cut the first `length` queries where the boundary changes.
@@ -160,19 +183,27 @@ class SMatMask:
         masks are leading blocks of longer ones; a given field size is kept as well.
         """
         field_size = self.geometry.field_size if self.boundary.moves else self.field_size
-        derived = object.__new__(SMatMask)  # packed sequences come in any length: no warning each
-        return derived._set(seq_len, self.vc_dim, self.chunk_size, field_size, self.boundary)
+        recipe = (self.vc_dim, self.chunk_size, field_size, self.boundary)
+        return SMatMask(seq_len, *recipe, _derived=True)
 
     def profile(self, positions: Tensor) -> Tensor:
-        """Return the positional profile of the keys at 0-based positions."""
-        return positional_profile(self.geometry, positions)
+        """Return the positional profile of the keys at 0-based positions: prof(j) = j mod P.
+
+        >>> SMatMask(64, vc_dim=2, chunk_size=16, field_size=3).profile(torch.arange(5))
+        tensor([0, 1, 2, 0, 1])
+        """
+        return positions.long() % self.geometry.num_profiles
 
     def query_type(self, positions: Tensor) -> Tensor:
-        """Return the positional type of the queries at 0-based positions.
+        """Return the positional type of the queries at 0-based positions: type(i) = i mod B.
 
-        Recent queries are counted from the boundary if it never moves, else from the start.
+        >>> SMatMask(64, vc_dim=2, chunk_size=16, field_size=3).query_type(torch.arange(32, 37))
+        tensor([1, 2, 0, 1, 2])
+
+        Recent queries are counted from the boundary if it never moves, else from the start; the
+        paper's i begins at 1.
         """
-        return positional_type(self.geometry, positions - self.schedule.anchor)
+        return (positions.long() - self.schedule.anchor + 1) % self.geometry.num_types
 
     def dense(
         self,
@@ -193,23 +224,31 @@ class SMatMask:
         `profile` and `query_type` replace the positional assignment. `log_decay` <= 0 gives the
         gated mask: exp(lambda_t - lambda_j) on the support, with lambda its running sum.
         """
-        given = {"profile": profile, "query_type": query_type, "log_decay": log_decay}
-        length = self.check_length(check_shapes(given, length))
-        if device is None:
-            device = next((value.device for value in given.values() if value is not None), "cpu")
         check_index("profile", profile, self.geometry.num_profiles)
         check_index("query_type", query_type, self.geometry.num_types)
-        position = torch.arange(length, device=device)
-        support = dense_support(
-            self.geometry,
-            self.boundaries(length, device),
-            heads_first(self.profile(position) if profile is None else profile, device),
-            heads_first(self.query_type(position) if query_type is None else query_type, device),
+        given = {"profile": profile, "query_type": query_type, "log_decay": log_decay}
+        for name, values in given.items():
+            if values is None:
+                continue
+            if values.ndim != 3 or length not in (None, values.shape[1]):
+                wanted = "T" if length is None else length
+                raise ValueError(
+                    f"{name} must be (B, {wanted}, H), but it is {tuple(values.shape)}"
+                )
+            length, device = values.shape[1], values.device if device is None else device
+        boundaries = self.boundaries(length, device)
+        position = torch.arange(len(boundaries), device=device)
+        keys, queries = (
+            own(position) if values is None else values.to(position).movedim(-1, 1)
+            for own, values in ((self.profile, profile), (self.query_type, query_type))
         )
+        support = dense_support(self.geometry, boundaries, keys, queries)
         if log_decay is None:
             return support if dtype is None else support.to(dtype)
-        gated = support * decay_between(heads_first(log_decay, device))
-        return gated.to(dtype or log_decay.dtype)
+        if not bool((log_decay <= 0).all()):
+            raise ValueError(f"log_decay must be 0 or less, but its largest is {log_decay.max()}")
+        wide = log_decay.to(device, torch.promote_types(log_decay.dtype, torch.float32))
+        return (support * decay_between(wide.movedim(-1, 1))).to(dtype or log_decay.dtype)
 
     def nnz(self, length: int | None = None) -> int:
         """Count the entries of the positional mask in O(d T) work, without building it.
@@ -219,9 +258,8 @@ class SMatMask:
         """
         boundary = self.boundaries(length)
         position = torch.arange(len(boundary))
-        num_recent = position + 1 - boundary
         num_seen = count_on_hyperplane(self.geometry, self.query_type(position), boundary)
-        return int((num_recent + num_seen).sum())
+        return int((position + 1 - boundary + num_seen).sum())
 
     def describe(self) -> str:
         """Return the recipe on one line, in the paper's symbols."""
@@ -246,4 +284,9 @@ class SMatMask:
         if set(data) != set(names):
             raise ValueError(f"a mask is saved as {names}, but got {list(data)}")
         plain = {**data, "boundary": schedule_from_dict(data["boundary"])}
-        return object.__new__(cls)._set(*(plain[name] for name in names))
+        return cls(**plain, _derived=True)
+
+
+@cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, SMatWarning, stacklevel=4)  # the caller of SMatMask

@@ -12,11 +12,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from smat.geometry.field import check_index
+
 # The rows that realise one trace on the columns chosen so far: how many, and as a bit set.
 _Trace = tuple[int, int]
 
-_MAX_BATCHED_COLUMNS = 20
-_BATCH_CELLS = 1 << 20
+_MAX_COLUMNS = 20  # of the sets that are counted together
+_MAX_CELLS = 1 << 20  # of the sets that are counted in one go, times their traces
 
 
 def vc_dimension(matrix: Tensor) -> int:
@@ -41,30 +43,22 @@ def shattered_set(matrix: Tensor) -> tuple[int, ...]:
     Sizes 1, 2, ... are tried in turn up to floor(log2(number of distinct rows)); the first size
     without a shattered set ends the search, since subsets of shattered sets are shattered.
     """
-    support = _support(matrix)
-    distinct_rows = _distinct_rows(support)
-    # Equal columns get equal labels, so one of them stands for all.
+    distinct_rows = _distinct_rows(_support(matrix))
+    num_rows = len(distinct_rows)
+    # A column is a bit set of rows. Equal ones get equal labels, so one of them stands for all.
     columns: dict[int, int] = {}
     for index, entries in enumerate(distinct_rows.T.int().tolist()):
         columns.setdefault(int("".join(map(str, entries)), 2), index)
+    # Lopsided columns first: they leave the fewest candidates to those that follow.
+    ones = {column: column.bit_count() for column in columns}
+    candidates = sorted(columns, key=lambda column: min(ones[column], num_rows - ones[column]))
     largest: tuple[int, ...] = ()
-    for size in range(1, len(distinct_rows).bit_length()):
-        found = _find_shattered(list(columns), len(distinct_rows), size)
+    for size in range(1, num_rows.bit_length()):
+        found = _extend([(num_rows, (1 << num_rows) - 1)], candidates, size)
         if found is None:
             break
         largest = tuple(sorted(columns[column] for column in found))
     return largest
-
-
-def _find_shattered(columns: list[int], num_rows: int, size: int) -> list[int] | None:
-    """Find a shattered set of the given size; columns are bit sets of rows."""
-    # Lopsided columns first: they leave the fewest candidates to those that follow.
-    lopsided_first = sorted(columns, key=lambda column: _num_rarer(column, num_rows))
-    return _extend([(num_rows, (1 << num_rows) - 1)], lopsided_first, size)
-
-
-def _num_rarer(column: int, num_rows: int) -> int:
-    return min(column.bit_count(), num_rows - column.bit_count())
 
 
 def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> list[int] | None:
@@ -76,7 +70,7 @@ def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> li
     """
     least = 1 << (num_missing - 1)
     splitting = []
-    for column in candidates:
+    for column in candidates:  # plain loops: the search spends its time here
         for num_rows, rows in traces:
             num_inside = (rows & column).bit_count()
             if num_inside < least or num_rows - num_inside < least:
@@ -87,15 +81,10 @@ def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> li
         return None
     if num_missing == 1:
         return splitting[:1]
-    for index in range(len(splitting) - num_missing + 1):
-        column = splitting[index]
-        halves = []
-        for num_rows, rows in traces:
-            inside = rows & column
-            num_inside = inside.bit_count()
-            halves.append((num_inside, inside))
-            halves.append((num_rows - num_inside, rows ^ inside))
-        rest = _extend(sorted(halves), splitting[index + 1 :], num_missing - 1)
+    for index, column in enumerate(splitting[: len(splitting) - num_missing + 1]):
+        halves = [half for _, rows in traces for half in (rows & column, rows & ~column)]
+        sized = sorted((half.bit_count(), half) for half in halves)
+        rest = _extend(sized, splitting[index + 1 :], num_missing - 1)
         if rest is not None:
             return [column, *rest]
     return None
@@ -122,17 +111,17 @@ def count_traces_of_sets(matrix: Tensor, column_sets: Tensor) -> Tensor:
     """
     support = _distinct_rows(_support(matrix))
     index = _column_index(support, column_sets)
-    if index.ndim != 2 or index.shape[1] > _MAX_BATCHED_COLUMNS:
+    if index.ndim != 2 or index.shape[1] > _MAX_COLUMNS:
         raise ValueError(
-            f"column_sets must be (N, k) with k of at most {_MAX_BATCHED_COLUMNS}, "
+            f"column_sets must be (N, k) with k of at most {_MAX_COLUMNS}, "
             f"but their shape is {tuple(index.shape)}"
         )
     num_subsets = 1 << index.shape[1]
     bits = support.T.int().contiguous()
-    block = max(1, _BATCH_CELLS // max(num_subsets, len(support)))
+    num_sets = max(1, _MAX_CELLS // max(num_subsets, len(support)))
     counts = [index.new_zeros(0)]
-    for start in range(0, len(index), block):
-        sets = index[start : start + block]
+    for start in range(0, len(index), num_sets):
+        sets = index[start : start + num_sets]
         code = torch.zeros(len(sets), len(support), dtype=torch.int, device=support.device)
         for place, column in enumerate(sets.unbind(1)):
             code += bits[column] << place
@@ -156,15 +145,10 @@ def multi_read_vc_bound(vc_dim: int, num_reads: int) -> int:
     >>> [multi_read_vc_bound(vc_dim, num_reads=4) for vc_dim in (2, 3, 4)]
     [26, 50, 74]
 
-    The union of k hyperplanes realises at most (e s / D)^(D k) traces on s >= D keys, so a
-    shattered set of the long-range block has at most the largest s with
-
-        2^s <= (e s / D)^(D k),
-
-    and the two causal blocks add at most 2. The paper rounds this up to 25 d - 24 for k = 4. With
-    one read the theorem itself gives d, and at d = 1 the mask is causal whatever is read.
-
-    Paper: d = `vc_dim`, D = d - 1, k = `num_reads`.
+    The union of k hyperplanes realises at most (e s / D)^(D k) traces on s >= D keys: a shattered
+    set of the long-range block has at most the largest s with 2^s <= (e s / D)^(D k), and the two
+    causal blocks add at most 2. The paper rounds this up to 25 d - 24 for k = 4. With one read the
+    theorem itself gives d, and at d = 1 the mask is causal whatever is read.
     """
     if vc_dim < 1 or num_reads < 1:
         raise ValueError(
@@ -193,12 +177,7 @@ def _distinct_rows(support: Tensor) -> Tensor:
 
 def _column_index(support: Tensor, columns: Sequence[int] | Tensor) -> Tensor:
     index = torch.as_tensor(columns, device=support.device).long()
-    num_columns = support.shape[1]
-    if index.numel() and (int(index.min()) < 0 or int(index.max()) >= num_columns):
-        raise ValueError(
-            f"columns must lie in 0..{num_columns - 1}, but they run from {int(index.min())} "
-            f"to {int(index.max())}"
-        )
+    check_index("columns", index, support.shape[1])
     ordered = index.sort(-1).values
     if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
         raise ValueError(f"the columns of a set must differ, but they are {index.tolist()}")

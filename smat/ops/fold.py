@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.geometry import Geometry
-from smat.geometry.shears import shear_indices
+from smat.geometry.radon import shear_indices
 from smat.ops.row_groups import RowGroup
 from smat.ops.state import StateTables
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from smat.geometry import Geometry
-from smat.geometry.radon import backproject_tables, tabulate_tables
-from smat.geometry.row_sums import at_once
+from smat.geometry.radon import at_once, backproject_tables, tabulate_tables
 from smat.ops.group_order import GroupOrder
 from smat.ops.workspace import scratch
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from smat.masks.checks import check_index
+from smat.geometry.field import check_index
 from smat.ops.decay import FORGETS
 from smat.ops.feature_maps import pointwise
 from smat.ops.state import StateTables

@@ -17,6 +17,24 @@ def test_primes_are_those_of_the_sieve():
     assert not any(is_prime(number) for number in (-7, -1, 0, 1))
 
 
+@pytest.mark.parametrize(
+    ("number", "prime"),
+    [
+        (10**18 + 9, True),
+        (10**18 + 7, False),
+        (2**61 - 1, True),
+        (2**64 - 59, True),
+        ((10**9 + 7) * (10**9 + 9), False),
+        (3215031751, False),  # passes the test to the bases 2, 3, 5 and 7
+        (3825123056546413051, False),  # and this one to the first nine primes
+        (561, False),
+        (41041, False),
+    ],
+)
+def test_large_primes_and_numbers_that_look_prime(number, prime):
+    assert is_prime(number) == prime
+
+
 @given(st.integers(-10, 20_000))
 def test_next_prime_is_the_first_one(number):
     prime = next_prime(number)

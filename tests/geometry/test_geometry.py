@@ -1,5 +1,6 @@
 """The field-size rule, and bad input: a ValueError that repeats the numbers."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -43,7 +44,6 @@ def test_one_dimension_is_one_point_on_one_hyperplane():
         assert geometry.points().shape == (1, 0)
         assert geometry.directions().shape == (0, 0)
         assert geometry.incidence().tolist() == [[True]]
-        assert geometry.witness_types().tolist() == [0]
     assert Geometry.for_distant(10**6, 1).num_profiles == 1
 
 
@@ -61,6 +61,8 @@ def test_the_boundary_is_a_chunk_edge_in_the_first_half(seq_len, chunk_size):
         (lambda: Geometry(3, 1), ["1", "prime", "2"]),
         (lambda: Geometry(3, 0), ["0", "prime"]),
         (lambda: Geometry(3, -5), ["-5", "prime"]),
+        (lambda: Geometry(3, 10**18), ["1000000000000000000", "prime", "1000000000000000003"]),
+        (lambda: Geometry(3, 2**64), ["18446744073709551616", "2^64"]),
         (lambda: Geometry(0, 5), ["vc_dim", "0"]),
         (lambda: Geometry.for_distant(-1, 3), ["num_distant", "-1"]),
         (lambda: Geometry.for_distant(10, 0), ["vc_dim", "0"]),
@@ -71,14 +73,12 @@ def test_the_boundary_is_a_chunk_edge_in_the_first_half(seq_len, chunk_size):
         (lambda: SPACE.backproject(torch.zeros(25, 2)), ["30", "(25, 2)", "types"]),
         (lambda: SPACE.backproject(torch.zeros(30, 2), "fourier"), ["dense", "'fourier'"]),
         (lambda: SPACE.tabulation_cost("fourier"), ["algorithm2", "'fourier'"]),
-        (lambda: SPACE.profile_index(torch.zeros(4, 3).long()), ["2 coordinates", "3"]),
-        (lambda: SPACE.profile_index(torch.tensor([[1, 5]])), ["[0, 5)", "1 to 5"]),
-        (lambda: SPACE.type_index(torch.tensor(6), torch.tensor(0)), ["[0, 6)", "6"]),
-        (lambda: SPACE.type_index(torch.tensor(0), torch.tensor(5)), ["[0, 5)", "5"]),
-        (lambda: SPACE.split_type(torch.tensor([0, 30])), ["[0, 30)", "0 to 30"]),
-        (lambda: SPACE.split_type(torch.tensor([-1])), ["[0, 30)", "-1"]),
-        (lambda: SPACE.offset_of(torch.tensor([0]), torch.tensor([25])), ["[0, 25)", "25"]),
-        (lambda: SPACE.offset_of(torch.tensor([6]), torch.tensor([0])), ["[0, 6)", "6"]),
+        (lambda: SPACE.type_index(torch.tensor(6), torch.tensor(0)), ["0..5", "6"]),
+        (lambda: SPACE.type_index(torch.tensor(0), torch.tensor(5)), ["0..4", "5"]),
+        (lambda: SPACE.split_type(torch.tensor([0, 30])), ["0..29", "0 to 30"]),
+        (lambda: SPACE.split_type(torch.tensor([-1])), ["0..29", "-1"]),
+        (lambda: SPACE.offset_of(torch.tensor([0]), torch.tensor([25])), ["0..24", "25"]),
+        (lambda: SPACE.offset_of(torch.tensor([6]), torch.tensor([0])), ["0..5", "6"]),
     ],
 )
 def test_errors_repeat_the_numbers(call, parts):
@@ -86,3 +86,46 @@ def test_errors_repeat_the_numbers(call, parts):
         call()
     for part in parts:
         assert part in str(raised.value), f"{part!r} not in {raised.value}"
+
+
+@pytest.mark.parametrize(
+    ("call", "parts"),
+    [
+        (lambda: Geometry(2, 3.0), ["field_size", "3.0"]),
+        (lambda: Geometry(2.0, 3), ["vc_dim", "2.0"]),
+        (lambda: Geometry(True, 3), ["vc_dim", "True"]),
+        (lambda: Geometry(2, "3"), ["field_size", "'3'"]),
+        (lambda: Geometry(2, None), ["field_size", "None"]),
+        (lambda: Geometry.for_distant(1e3, 2), ["num_distant", "1000.0"]),
+        (lambda: Geometry.for_distant(1000, False), ["vc_dim", "False"]),
+        (lambda: SPACE.split_type([0, 1]), ["type_index", "[0, 1]"]),
+    ],
+)
+def test_what_is_no_integer_is_refused_by_name_and_value(call, parts):
+    with pytest.raises(TypeError) as raised:
+        call()
+    for part in parts:
+        assert part in str(raised.value), f"{part!r} not in {raised.value}"
+
+
+def test_integers_of_any_kind_are_taken():
+    geometry = Geometry(np.int64(3), torch.tensor(5))
+    assert geometry == SPACE
+    assert geometry.num_types == 30
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint64):
+        direction, offset = SPACE.split_type(torch.arange(30).to(dtype))
+        assert direction.dtype == offset.dtype == torch.int64
+        assert torch.equal(
+            SPACE.type_index(direction.to(dtype), offset.to(dtype)), torch.arange(30)
+        )
+        own = SPACE.offset_of(direction.to(dtype), torch.tensor([7]).to(dtype))
+        assert torch.equal(own, SPACE.offset_of(direction, torch.tensor([7])))
+    for dtype in (torch.float32, torch.complex64, torch.bool):
+        with pytest.raises(ValueError, match=str(dtype)):
+            SPACE.split_type(torch.zeros(3, dtype=dtype))
+
+
+def test_a_field_of_a_huge_prime_answers_at_once():
+    geometry = Geometry(2, 10**18 + 9)
+    assert geometry.num_profiles == geometry.num_types == 10**18 + 9
+    assert Geometry.for_distant(10**30, 2).field_size == 10**15 + 37

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from smat import Geometry
-from smat.geometry.hyperplanes import direction_index
 
 SMALL = [
     (2, 1),
@@ -77,13 +76,10 @@ def test_parallel_hyperplanes_part_the_space(field_size, vc_dim):
 
 
 @pytest.mark.parametrize(("field_size", "vc_dim"), SMALL)
-def test_witnesses_shatter_the_basis(field_size, vc_dim):
+def test_basis_profiles_are_the_unit_vectors(field_size, vc_dim):
     geometry = Geometry(vc_dim, field_size)
-    basis = geometry.basis_profiles()
-    assert geometry.points()[basis].tolist() == torch.eye(vc_dim - 1).long().tolist()
-    traces = geometry.incidence()[geometry.witness_types()][:, basis]
-    subsets = torch.arange(2 ** (vc_dim - 1))
-    assert torch.equal(traces, (subsets[:, None] >> torch.arange(vc_dim - 1)) & 1 == 1)
+    basis = geometry.points()[geometry.basis_profiles()]
+    assert basis.tolist() == torch.eye(vc_dim - 1).long().tolist()
 
 
 @pytest.mark.parametrize(("field_size", "vc_dim"), SMALL)
@@ -93,7 +89,6 @@ def test_numbers_come_apart_and_together(field_size, vc_dim):
     direction, offset = geometry.split_type(types)
     assert torch.equal(geometry.type_index(direction, offset), types)
     profiles = torch.arange(geometry.num_profiles)
-    assert torch.equal(geometry.profile_index(geometry.points()), profiles)
     if vc_dim == 1:
         assert geometry.offset_of(torch.tensor([0]), torch.tensor([0])).tolist() == [0]
         return
@@ -101,19 +96,9 @@ def test_numbers_come_apart_and_together(field_size, vc_dim):
     assert torch.equal(own == offset[:, None], geometry.incidence())
 
 
-@pytest.mark.parametrize(("field_size", "vc_dim"), [(2, 4), (5, 3), (7, 3)])
-def test_a_direction_has_one_number_whatever_its_scale(field_size, vc_dim):
-    directions = Geometry(vc_dim, field_size).directions()
-    for scale in range(1, field_size):
-        for shift in (0, field_size, -field_size):
-            scaled = directions * scale + shift
-            number = direction_index(scaled, field_size)
-            assert torch.equal(number, torch.arange(len(directions)))
-
-
 def test_tables_are_the_callers_own():
     geometry = Geometry(3, 3)
-    for table in (geometry.points, geometry.directions, geometry.incidence, geometry.witness_types):
+    for table in (geometry.points, geometry.directions, geometry.incidence):
         table().zero_()
         assert table().any()
 

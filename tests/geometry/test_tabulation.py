@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smat import Geometry
-from smat.geometry import radon, row_sums
+from smat.geometry import radon
 from tests.ops.comparison import poisoned_memory, relative_rms
 
 SIZES = [
@@ -115,8 +115,8 @@ def test_blocks_of_columns_change_nothing(width, block, method):
     geometry = Geometry(3, 5)
     profile_table, type_table = tables(geometry, 7, width=width)
     whole = geometry.tabulate(profile_table, method), geometry.backproject(type_table, method)
-    sizes = {"BLOCK_COLUMNS": (block, block), "WHOLE_ELEMENTS": 0}
-    with mock.patch.multiple(row_sums, **sizes), poisoned_memory():
+    sizes = {"SLAB_COLUMNS": (block, block), "WHOLE_ELEMENTS": 0}
+    with mock.patch.multiple(radon, **sizes), poisoned_memory():
         cut = geometry.tabulate(profile_table, method), geometry.backproject(type_table, method)
     for first, second in zip(cut, whole, strict=True):
         assert relative_rms(first, second) <= 1e-14

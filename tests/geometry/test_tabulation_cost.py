@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from smat import Geometry
-from smat.geometry import radon, shears
+from smat.geometry import radon
 
 SIZES = [*itertools.product((2, 3, 5, 7), (2, 3, 4, 5)), (23, 4), (11, 5)]
 
@@ -30,11 +30,11 @@ class Additions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def counted(transform, geometry, num_rows, method):
-    table = torch.ones(1, num_rows, 1)
-    transform(table, geometry.field_size, geometry.ambient_dim, method)  # builds index tables
+def counted(transform, geometry, num_entries):
+    table = torch.ones(1, num_entries, 1)
+    transform(table, geometry.field_size, geometry.ambient_dim)  # builds index tables
     with Additions() as additions:
-        transform(table, geometry.field_size, geometry.ambient_dim, method)
+        transform(table, geometry.field_size, geometry.ambient_dim)
     return additions.count
 
 
@@ -48,10 +48,8 @@ def test_additions_done_are_those_promised(field_size, vc_dim):
     geometry = Geometry(vc_dim, field_size)
     cost = geometry.tabulation_cost("factored")
     assert cost == closed_form(field_size, vc_dim)
-    rows = geometry.num_profiles
-    assert counted(radon.tabulate_tables, geometry, rows, "factored") == cost
-    rows = geometry.num_types
-    assert counted(radon.backproject_tables, geometry, rows, "factored") == cost
+    assert counted(radon.tabulate_tables, geometry, geometry.num_profiles) == cost
+    assert counted(radon.backproject_tables, geometry, geometry.num_types) == cost
 
 
 @pytest.mark.parametrize(("field_size", "vc_dim"), SIZES)
@@ -63,23 +61,25 @@ def test_algorithm_2_adds_once_per_nonzero(field_size, vc_dim):
     if geometry.num_profiles * geometry.num_types <= 10**6:
         assert cost == geometry.incidence().sum()
         assert geometry.tabulation_cost("dense") == geometry.incidence().numel()
-        assert counted(radon.tabulate_tables, geometry, geometry.num_profiles, "algorithm2") == cost
+        ((entry, _),) = radon.incident_points(q, geometry.ambient_dim, torch.device("cpu"))
+        assert len(entry) == cost
 
 
 @pytest.mark.parametrize(("field_size", "vc_dim"), SIZES)
 def test_index_tables_name_every_term(field_size, vc_dim):
-    device = torch.device("cpu")
-    entries = 0
+    space = field_size, vc_dim - 1, torch.device("cpu")
     for dim in range(2, vc_dim):
-        sheared = shears.shear_indices(field_size, dim, device)
-        spread = shears.unshear_indices(field_size, dim, device)
-        assert len(sheared) == len(spread) == dim - 1
-        for index in (*sheared, *spread):
+        shears = radon.shear_indices(field_size, dim, space[-1])
+        assert len(shears) == dim - 1
+        for index in shears:
             assert index.shape == (field_size**dim, field_size)
-            # Every row of the input is used q times: a shear only moves states.
+            # Every entry is used q times: a shear only moves states.
             assert (index.flatten().bincount() == field_size).all()
-        entries += sum(index.numel() for index in sheared) + field_size**dim
-    assert entries == Geometry(vc_dim, field_size).tabulation_cost()
+    for steps in (radon.tabulation_steps(*space), radon.adjoint_steps(*space)):
+        assert len(steps) == vc_dim - 2
+        assert (
+            sum(len(entry) for entry, _ in steps) == Geometry(vc_dim, field_size).tabulation_cost()
+        )
 
 
 def test_the_numbers_of_the_headline():

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from bisect import bisect_right
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from smat import schedules
 from smat.masks import SMatMask, doubling, kept, none, rebuilt, schedule_from_dict, window
-from smat.masks.boundary import BoundarySchedule
 
 LENGTHS = st.integers(1, 300)
 SCHEDULES = st.one_of(
@@ -48,10 +49,51 @@ def test_segments_spell_out_the_closed_form(schedule, length):
     assert all(s.boundary <= s.start for s in segments)
 
 
-@settings(deadline=None)
-@given(SCHEDULES, LENGTHS)
-def test_generic_lookup_agrees_with_the_closed_form(schedule, position):
-    assert BoundarySchedule.boundary_at(schedule, position) == schedule.boundary_at(position)
+EVERY_KIND = [
+    none(), doubling(), *map(kept, (1, 2, 64, 1000, 2999, 5000)),
+    *map(window, (1, 2, 3, 64, 100, 1500, 3000, 7000)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schedule", EVERY_KIND, ids=lambda schedule: schedule.describe())
+def test_segments_and_edges_by_number_are_those_of_the_definition(schedule):
+    """Cut 3,000 queries where the paper's n(t) changes, and compare every number."""
+    length = 3000
+    boundary = [paper_boundary(schedule, t) for t in range(1, 4 * length + 1)]
+    starts = [0] + [t for t in range(1, len(boundary)) if boundary[t] != boundary[t - 1]]
+    edges = [boundary[start] for start in starts]
+    for position in range(length):
+        index = schedule.segment_index(position)
+        assert index == bisect_right(starts, position) - 1
+        assert schedule.segment_start(index) == starts[index]
+        assert schedule.segment_boundary(index) == boundary[position]
+        # All boundaries up to a position belong to segments that begin before four times as many.
+        assert schedule.edge_index(position) == bisect_right(edges, position) - 1
+    if schedule.num_segments is not None:
+        assert not schedule.moves
+        assert schedule.num_segments == (2 if schedule.num_distant else 1)
+
+
+@pytest.mark.parametrize("position", [10**6, 10**15, 10**15 + 7, 2**62 - 1, 2**62, 10**30])
+@pytest.mark.parametrize(
+    "schedule",
+    [none(), kept(512), kept(10**15), doubling(), window(1), window(256), window(10**15)],
+    ids=lambda schedule: schedule.describe(),
+)
+def test_a_huge_position_answers_at_once(schedule, position):
+    index = schedule.segment_index(position)
+    boundary = schedule.segment_boundary(index)
+    if schedule.kind == "doubling":
+        assert boundary == 2 ** (len(bin(position + 1)) - 4)
+    else:
+        assert boundary == paper_boundary(schedule, position + 1)
+    assert schedule.boundary_at(position) == boundary <= position
+    assert schedule.segment_start(index) <= position
+    is_last = index + 1 == schedule.num_segments
+    assert is_last or position < schedule.segment_start(index + 1)
+    edge = schedule.edge_index(position)
+    assert schedule.segment_boundary(edge) <= position
+    assert edge + 1 == schedule.num_segments or position < schedule.segment_boundary(edge + 1)
 
 
 @settings(deadline=None)
@@ -75,6 +117,11 @@ def test_rebuilt_alone_asks_for_a_horizon():
         rebuilt().segments(64)
     with pytest.raises(ValueError, match="horizon"):
         rebuilt().boundary_at(3)
+    for method in ("segment_index", "segment_start", "segment_boundary", "edge_index"):
+        with pytest.raises(ValueError, match="horizon"):
+            getattr(rebuilt(), method)(3)
+    with pytest.raises(ValueError, match="horizon"):
+        _ = rebuilt().num_segments
 
 
 @pytest.mark.parametrize(
@@ -113,6 +160,7 @@ def test_descriptions_and_plain_data(schedule, text):
         ({"kind": "window"}, "window"),
         ({"kind": "window", "step": 4, "size": 8}, "size"),
         ({"kind": "window", "step": 0}, "0"),
+        ({"kind": "window", "step": 2.5}, r"2\.5"),
         ({}, "None"),
     ],
 )
@@ -124,7 +172,32 @@ def test_unknown_plain_data_is_refused(data, message):
 def test_bad_numbers_are_repeated():
     with pytest.raises(ValueError, match="-3"):
         kept(-3)
+    with pytest.raises(ValueError, match="-1"):
+        kept(-1)
     with pytest.raises(ValueError, match="-2"):
         window(-2)
     with pytest.raises(ValueError, match="0"):
         doubling().segments(0)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: window(float("nan")), "step.*nan"),
+        (lambda: window(2.5), r"step.*2\.5"),
+        (lambda: window(True), "step.*True"),
+        (lambda: window(None), "step.*None"),
+        (lambda: kept(3.0), r"num_distant.*3\.0"),
+        (lambda: kept(False), "num_distant.*False"),
+        (lambda: kept("3"), "num_distant.*'3'"),
+    ],
+)
+def test_what_is_no_integer_is_refused(build, message):
+    with pytest.raises(TypeError, match=message):
+        build()
+
+
+def test_schedules_are_public_in_a_module_of_their_own():
+    assert schedules.window(256) == window(256)
+    assert {schedules.none(), schedules.kept(0)} == {none()}
+    assert (schedules.rebuilt(), schedules.doubling()) == (rebuilt(), doubling())

@@ -36,6 +36,22 @@ def test_positional_values_given_by_hand_change_nothing():
     assert torch.equal(mask.dense(profile=profile[:, :30])[0, 0], mask.dense(30))
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint64],
+    ids=str,
+)
+def test_profiles_and_types_of_any_integer_dtype(dtype):
+    mask = SMatMask(40, 3, 4)
+    position = torch.arange(40).to(dtype)
+    profile = mask.profile(position)[None, :, None]
+    query_type = mask.query_type(position)[None, :, None]
+    assert torch.equal(profile.flatten(), mask.profile(torch.arange(40)))
+    assert torch.equal(query_type.flatten(), mask.query_type(torch.arange(40)))
+    dense = mask.dense(profile=profile.to(dtype), query_type=query_type.to(dtype))
+    assert torch.equal(dense[0, 0], mask.dense())
+
+
 def test_gates_multiply_between_key_and_query():
     mask = SMatMask(24, 2, 4)
     gate = torch.rand(2, 24, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -84,6 +100,8 @@ def test_dtype_and_device_of_the_written_mask():
         ({"profile": torch.full((1, 64, 1), -1)}, "-1"),
         ({"query_type": torch.full((1, 64, 1), 7)}, r"query_type must lie in 0\.\.6"),
         ({"profile": torch.zeros(1, 64, 1)}, "float32"),
+        ({"profile": torch.zeros(1, 64, 1, dtype=torch.complex64)}, "complex64"),
+        ({"query_type": torch.zeros(1, 64, 1, dtype=torch.bool)}, "bool"),
         ({"profile": torch.zeros(64, dtype=torch.long)}, r"\(64,\)"),
         ({"length": 64, "profile": torch.zeros(1, 63, 1, dtype=torch.long)}, r"\(1, 63, 1\)"),
         ({"profile": torch.zeros(1, 65, 1, dtype=torch.long)}, "65"),

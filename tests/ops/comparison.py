@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 import smat
-from smat.geometry import row_sums
+from smat.geometry import radon
 from smat.ops import long_range, pieces, rows, sorted_groups, workspace
 from smat.ops.feature_maps import Favor
 
@@ -71,8 +71,8 @@ def small_blocks(tile=8, tiles=4, tokens=64, table_bytes=2000):
     """Shrink every block size of the op, so that short sequences take many blocks and shares."""
     sizes = (
         (pieces, "TILE", tile), (rows, "CPU_TILES", tiles), (rows, "CPU_TOKENS", tokens),
-        (long_range, "TABLE_BYTES", table_bytes), (row_sums, "BLOCK_COLUMNS", (16, 16)),
-        (row_sums, "WHOLE_ELEMENTS", 200), (row_sums, "STACK_ELEMENTS", 500),
+        (long_range, "TABLE_BYTES", table_bytes), (radon, "SLAB_COLUMNS", (16, 16)),
+        (radon, "WHOLE_ELEMENTS", 200), (radon, "STACK_ELEMENTS", 500),
         (sorted_groups, "SPARE_SLOTS", 2), (sorted_groups, "BATCH_SLOTS", 40),
     )  # fmt: skip
     with ExitStack() as stack:

@@ -22,12 +22,22 @@ def test_hyperplanes_have_the_vc_dimension_of_their_space(vc_dim, field_size):
     assert vc_dimension(geometry.incidence()) == geometry.ambient_dim
 
 
+def witness_type(geometry, subset):
+    """Number H_R: coordinates outside R add up to 0; for the full R, all of them to 1."""
+    inside = [subset >> axis & 1 for axis in range(geometry.ambient_dim)]
+    offset = int(all(inside))
+    normal = [1] * len(inside) if offset else [1 - bit for bit in inside]
+    direction = geometry.directions().tolist().index(normal)
+    return int(geometry.type_index(torch.tensor(direction), torch.tensor(offset)))
+
+
 @pytest.mark.parametrize(("vc_dim", "field_size"), [*SMALL_SPACES, (4, 5), (4, 11), (6, 3)])
 def test_witness_hyperplanes_shatter_the_standard_basis(vc_dim, field_size):
     geometry = Geometry(vc_dim, field_size)
     incidence, basis = geometry.incidence(), geometry.basis_profiles()
     assert shatters(incidence, basis)
-    traces = incidence[geometry.witness_types()][:, basis]
+    witnesses = [witness_type(geometry, subset) for subset in range(2**geometry.ambient_dim)]
+    traces = incidence[witnesses][:, basis]
     for subset, axis in itertools.product(range(2**geometry.ambient_dim), range(vc_dim - 1)):
         assert bool(traces[subset, axis]) == bool(subset >> axis & 1)
 
