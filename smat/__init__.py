@@ -1,16 +1,8 @@
 """SMat-Attention: causal linear attention with a mask of chosen VC dimension."""
 
+from smat import schedules
 from smat.geometry import Geometry
-from smat.masks import (
-    SMatMask,
-    SMatWarning,
-    doubling,
-    kept,
-    none,
-    rebuilt,
-    vc_dimension,
-    window,
-)
+from smat.masks import SMatMask, SMatWarning, vc_dimension
 from smat.ops import SMatState, reference_attention, smat_attention
 
 __all__ = [
@@ -18,13 +10,9 @@ __all__ = [
     "SMatMask",
     "SMatState",
     "SMatWarning",
-    "doubling",
-    "kept",
-    "none",
-    "rebuilt",
     "reference_attention",
+    "schedules",
     "smat_attention",
     "vc_dimension",
-    "window",
 ]
 __version__ = "0.1.0"

@@ -94,7 +94,7 @@ class Variant:
 
     def mask(self, seq_len: int, chunk_size: int) -> smat.SMatMask:
         """Build the mask; whether VC = d is guaranteed makes no difference to its cost."""
-        boundary = None if self.window_step is None else smat.window(self.window_step)
+        boundary = None if self.window_step is None else smat.schedules.window(self.window_step)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", smat.SMatWarning)
             return smat.SMatMask(seq_len, self.vc_dim, chunk_size, boundary=boundary)

@@ -1,7 +1,5 @@
 """Operations on features and values; none owns a parameter."""
 
-from smat.ops.decode import SMatState
-from smat.ops.interface import smat_attention, smat_attention_at
-from smat.ops.reference import reference_attention
+from smat.ops.smat import SMatState, reference_attention, smat_attention, smat_attention_at
 
 __all__ = ["SMatState", "reference_attention", "smat_attention", "smat_attention_at"]

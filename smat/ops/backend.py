@@ -61,10 +61,10 @@ def choose_backend(backend: str, device: torch.device) -> Backend:
         raise ValueError(
             f"backend must be 'auto' or one of {names} on {device.type}, got {backend!r}"
         )
-    _say_once(chosen.name, device.type)
     return chosen
 
 
 @cache
-def _say_once(name: str, device: str) -> None:
+def say_once(name: str, device: str) -> None:
+    """Log, once a process, which implementation was taken."""
     _log.info("attention on %s runs on the %r backend", device, name)

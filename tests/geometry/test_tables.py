@@ -7,7 +7,7 @@ import torch
 
 from smat import Geometry
 from smat.geometry import radon
-from tests.ops.comparison import poisoned_memory
+from tests.ops.smat.comparison import poisoned_memory
 
 GEOMETRIES = [(3, 1), (5, 2), (5, 3), (3, 4), (2, 5)]
 CUTS = {

@@ -8,7 +8,7 @@ import torch
 
 from smat import Geometry
 from smat.geometry import radon
-from tests.ops.comparison import poisoned_memory, relative_rms
+from tests.ops.smat.comparison import poisoned_memory, relative_rms
 
 SIZES = [
     (field_size, vc_dim)

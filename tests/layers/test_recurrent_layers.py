@@ -160,7 +160,7 @@ class SilentMemory(CountingMemory):
 @pytest.mark.parametrize("name", ["mamba2 memory", "gated deltanet memory"])
 def test_beside_a_memory_state_and_convolution_are_reset_at_the_boundary(name):
     layer = make(name)
-    layer.memory = SilentMemory(smat.kept(8))
+    layer.memory = SilentMemory(smat.schedules.kept(8))
     x, _ = tokens(2, 20)
     plain = make(name.removesuffix(" memory"))
     plain.load_state_dict(layer.state_dict())
@@ -170,11 +170,11 @@ def test_beside_a_memory_state_and_convolution_are_reset_at_the_boundary(name):
 
 def test_a_call_may_name_the_mask_of_its_length():
     layer = make("mamba2 memory")
-    layer.memory = SilentMemory(smat.kept(8))
+    layer.memory = SilentMemory(smat.schedules.kept(8))
     x, _ = tokens(2, 20)
     plain = make("mamba2")
     plain.load_state_dict(layer.state_dict())
-    mask = smat.SMatMask(20, 2, 4, field_size=3, boundary=smat.kept(12))
+    mask = smat.SMatMask(20, 2, 4, field_size=3, boundary=smat.schedules.kept(12))
     out, _, cache = layer(x[:, :10], use_cache=True, mask=mask)
     found = [out, layer(x[:, 10:], past_key_values=cache)[0]]
     expected = torch.cat([plain(x[:, :12])[0], plain(x[:, 12:])[0]], 1)
@@ -184,9 +184,9 @@ def test_a_call_may_name_the_mask_of_its_length():
 def test_masks_that_a_backbone_cannot_follow_are_refused():
     x, _ = tokens(1, 10)
     with pytest.raises(ValueError, match=r"kept\(8\).*boundary = rebuilt"):
-        Mamba2(12, head_dim=6, memory=CountingMemory(smat.rebuilt()))(x.float())
+        Mamba2(12, head_dim=6, memory=CountingMemory(smat.schedules.rebuilt()))(x.float())
     with pytest.raises(ValueError, match=r"kept boundary, got .*window\(step=4\)"):
-        GatedDeltaNet(12, head_dim=6, memory=CountingMemory(smat.window(4)))(x.float())
+        GatedDeltaNet(12, head_dim=6, memory=CountingMemory(smat.schedules.window(4)))(x.float())
 
 
 @pytest.mark.parametrize("groups", [1, 2])

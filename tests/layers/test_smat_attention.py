@@ -169,7 +169,7 @@ def test_features_expand_the_state():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"boundary": smat.window(4), "horizon": None, "field_size": None}, "window"),
+        ({"boundary": smat.schedules.window(4), "horizon": None, "field_size": None}, "window"),
         ({"field_size": 4}, "4"),
         ({"num_heads": 2, "num_kv_heads": 3}, "2 query heads"),
     ],

@@ -19,8 +19,8 @@ BRANCHES = ("both", "causal", "long_range")
 DECAY_SCOPES = ("all", "recurrent")
 
 
-def check_tensor(name: str, x: Any, kind: str) -> None:
-    """Refuse what is no tensor of a kind: "floating-point" or "integers".
+def check_tensor(name: str, x: Any, kind: str = "") -> None:
+    """Refuse what is no tensor, or none of a kind: "floating-point" or "integers".
 
     >>> check_tensor("profile", torch.zeros(2), "integers")
     Traceback (most recent call last):
@@ -144,8 +144,7 @@ def check_positions(positions: Tensor, length: int) -> None:
 
 def check_padding(attention_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Refuse an attention_mask that is not (B, T) of zeros and ones."""
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask must be a tensor, got {type(attention_mask).__name__}")
+    check_tensor("attention_mask", attention_mask)
     if tuple(attention_mask.shape) != tuple(shape) or attention_mask.device != device:
         raise ValueError(
             f"attention_mask must be (batch, time) = {tuple(shape)} on {device}, got "
@@ -162,13 +161,15 @@ def check_padding(attention_mask: Tensor, shape: tuple[int, ...], device: torch.
 
 def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
     """Refuse edges of packed sequences that are no vector of integers, or a batch of several."""
-    check_tensor("cu_seqlens", cu_seqlens, "integers")
+    check_tensor("cu_seqlens", cu_seqlens)
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences come in a batch of 1, got {q.shape[0]}")
-    if cu_seqlens.ndim != 1 or len(cu_seqlens) < 2 or cu_seqlens.device != q.device:
+    whole = not cu_seqlens.dtype.is_floating_point and cu_seqlens.dtype != torch.bool
+    vector = whole and cu_seqlens.ndim == 1 and len(cu_seqlens) >= 2
+    if not vector or cu_seqlens.device != q.device:
         raise ValueError(
-            f"cu_seqlens must be a vector of at least two integers on {q.device}, got shape "
-            f"{tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
+            f"cu_seqlens must be a vector of at least two integers on {q.device}, got "
+            f"{cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)} on {cu_seqlens.device}"
         )
 
 
@@ -205,7 +206,7 @@ def check_values(
 def check_gate_values(gates: Gates) -> None:
     """Refuse gates that would grow what they should forget, or write less than nothing."""
     log_decay, key_gate = gates
-    if log_decay is not None and not bool((log_decay <= 0).all()):
+    if log_decay is not None and bool((log_decay > 0).any()):
         raise ValueError(f"log_decay must be at most 0, got {_extreme(log_decay, torch.amax)}")
     if key_gate is not None and bool((key_gate < 0).any()):
         raise ValueError(f"key_gate must not be negative, got {_extreme(key_gate, torch.amin)}")

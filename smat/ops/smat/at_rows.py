@@ -112,7 +112,7 @@ def _seen_profiles(
     types = query_type.long() if query_type.ndim == 4 else query_type.long().unsqueeze(-1)
     seen = incidence[types]  # (B, R, H, k, P)
     if read_weight is not None:
-        seen = seen * read_weight.to(dtype).unsqueeze(-1)
+        seen = seen * read_weight.to(dtype).view(types.shape).unsqueeze(-1)
     return seen.sum(-2).transpose(1, 2)
 
 

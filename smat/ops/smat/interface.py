@@ -12,7 +12,7 @@ from smat.ops.smat import arguments as check
 from smat.ops.smat.at_rows import attend_few, is_few
 from smat.ops.smat.attention import Options
 from smat.ops.smat.decode import SMatState
-from smat.ops.smat.operator import Attend
+from smat.ops.smat.operator import Attend, attend
 from smat.ops.smat.padding import Padding
 from smat.ops.smat.routing import Gates, Routing
 
@@ -166,6 +166,9 @@ def smat_attention_at(
     pointwise, q, k = _map_features(feature_map, q, k)
     q, k, v, gates, routing = one_per_head(q, k, v, gates, routing)
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
+    # A compiler would trace through the written-out rows; to it the operator is one node.
+    if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
+        return attend_few(q, k, v, gates, routing, positions, options).to(v.dtype)
     return _attend(q, k, v, gates, routing, positions, cu_seqlens, options)
 
 
@@ -243,17 +246,16 @@ def _attend(
     cu_seqlens: Tensor | None,
     options: Options,
 ) -> Tensor:
-    """Call the operator, or write out a few rows of the mask; types always have a weight each."""
+    """Call the operator, in which types have a weight each or none."""
     types, weight = routing.query_type, routing.read_weight
     if types is not None and types.ndim == 3 and weight is not None:
         types, weight = types.unsqueeze(-1), weight.unsqueeze(-1)
-        routing = routing._replace(query_type=types, read_weight=weight)
-    compiles = torch.compiler.is_compiling()
-    if positions is not None and cu_seqlens is None and not compiles and is_few(q, k):
-        return attend_few(q, k, v, gates, routing, positions, options).to(v.dtype)
-    profile, query_type, write_weight, read_weight = routing
-    out, _ = Attend.apply(
-        q, k, v, *gates, write_weight, read_weight, profile, query_type, positions, cu_seqlens,
-        options.mask.recipe, *options[1:],
-    )  # type: ignore[no-untyped-call]  # fmt: skip
+    tensors = (
+        q, k, v, *gates, routing.write_weight, weight, routing.profile, types, positions, cu_seqlens,
+    )  # fmt: skip
+    recipe = (options.mask.recipe, *options[1:])
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        out, _ = Attend.apply(*tensors, *recipe)  # type: ignore[no-untyped-call]
+    else:
+        out, _ = attend(tensors, *recipe)
     return out.to(v.dtype)

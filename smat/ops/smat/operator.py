@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -10,30 +11,24 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
-from smat.ops.backend import choose_backend
+from smat.ops.backend import choose_backend, say_once
 from smat.ops.smat import attention
 from smat.ops.smat.arguments import check_values
 from smat.ops.smat.attention import Inputs, Options
 from smat.ops.smat.routing import Gates, Routing
 
-NUM_TENSORS = 11  # the leading arguments of the operator
-NUM_DIFFERENTIABLE = 7  # those of them that have gradients, which come first
+# The tensors of the operator, in this order; those with a gradient come first.
+TENSORS = (
+    "q", "k", "v", "log_decay", "key_gate", "write_weight", "read_weight", "profile", "query_type",
+    "positions", "cu_seqlens",
+)  # fmt: skip
+NUM_DIFFERENTIABLE = 7
 LARGEST_HEAP_BLOCK = 31 << 20  # just under the size at which malloc stops to adapt
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    key_gate: Tensor | None,
-    write_weight: Tensor | None,
-    read_weight: Tensor | None,
-    profile: Tensor | None,
-    query_type: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
+    tensors: Sequence[Tensor | None],
     mask: str,
     feature_map: str,
     normalize: bool,
@@ -42,37 +37,29 @@ def attend(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the normaliser; at positions (R,), where q and its reads are given."""
-    inputs, options = _unpack(
-        (q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, positions,
-         cu_seqlens), mask, feature_map, normalize, branch, decay_scope, backend,
-    )  # fmt: skip
-    routing = inputs.routing
-    check_values(inputs.gates, routing, cu_seqlens, positions, options.mask, k.shape[1])
+    options = Options(_mask_from(mask), feature_map, normalize, branch, decay_scope, backend)
+    inputs, positions = _sort(tensors)
+    q, k, edges = inputs.q, inputs.k, inputs.cu_seqlens
+    check_values(inputs.gates, inputs.routing, edges, positions, options.mask, k.shape[1])
+    chosen = choose_backend(backend, q.device)
+    say_once(chosen.name, q.device.type)
     keep_freed_pages()
-    with torch.autocast(q.device.type, enabled=False):  # sums keep the dtype that the op chose
-        answers = attention.attend(inputs, options, choose_backend(backend, q.device))
-    if positions is None:
-        return answers
-    out, normalizer = (x[:, positions] for x in answers)
-    return out, normalizer
+    with torch.autocast(q.device.type, enabled=False):  # sums keep the op's own dtype
+        if positions is None:
+            return attention.attend(inputs, options, chosen)
+        answers = _answers_like(inputs)
+        for some in _distinct(positions):
+            at = positions[some]
+            found = attention.attend(_spread_queries(inputs, some, at), options, chosen)
+            for into, x in zip(answers, found, strict=True):
+                into[:, some] = x[:, at]
+    return answers
 
 
 @torch.library.custom_op("smat::attend_backward", mutates_args=())
 def attend_backward(
-    grad_out: Tensor,
-    out: Tensor,
-    normalizer: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    key_gate: Tensor | None,
-    write_weight: Tensor | None,
-    read_weight: Tensor | None,
-    profile: Tensor | None,
-    query_type: Tensor | None,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
+    answers: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
     mask: str,
     feature_map: str,
     normalize: bool,
@@ -80,41 +67,76 @@ def attend_backward(
     decay_scope: str,
     backend: str,
 ) -> list[Tensor]:
-    """Return the gradients of q, k, v and of those gates and weights that were given."""
-    inputs, options = _unpack(
-        (q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, positions,
-         cu_seqlens), mask, feature_map, normalize, branch, decay_scope, backend,
-    )  # fmt: skip
+    """Return the gradients of q, k, v and of those gates and weights that were given.
+
+    ``answers`` are the gradient of the output, the output and the normaliser.
+    """
+    options = Options(_mask_from(mask), feature_map, normalize, branch, decay_scope, backend)
+    inputs, positions = _sort(tensors)
+    chosen, length = choose_backend(backend, inputs.q.device), inputs.k.shape[1]
     keep_freed_pages()
-    answers = (_spread(x, positions, k.shape[1]) for x in (grad_out, out, normalizer))
-    with torch.autocast(q.device.type, enabled=False):
-        grads = attention.attend_backward(
-            inputs, options, choose_backend(backend, q.device), *answers
-        )
-    if positions is not None:
-        grads = {
-            name: grad[:, positions] if name in ("q", "read_weight") else grad
-            for name, grad in grads.items()
-        }
-    return list(grads.values())
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        if positions is None:
+            grads = attention.attend_backward(inputs, options, chosen, *answers)
+            return list(grads.values())
+        given = tensors[:NUM_DIFFERENTIABLE]
+        total = [torch.zeros_like(x) for x in given if x is not None]
+        for some in _distinct(positions):
+            at = positions[some]
+            back = (_spread(x[:, some], at, length) for x in answers)
+            found = attention.attend_backward(
+                _spread_queries(inputs, some, at), options, chosen, *back
+            )
+            for into, (name, grad) in zip(total, found.items(), strict=True):
+                if name in ("q", "read_weight"):
+                    into[:, some] = grad[:, at]
+                else:
+                    into += grad
+    return total
 
 
-def _unpack(tensors: tuple[Any, ...], mask: str, *options: Any) -> tuple[Inputs, Options]:
-    """Sort the operator's arguments; queries at positions take their places among all tokens."""
-    q, k, v, log_decay, key_gate, write_weight, read_weight, profile, query_type, at, edges = (
-        tensors
+def _sort(tensors: Sequence[Any]) -> tuple[Inputs, Tensor | None]:
+    """Sort the operator's tensors; the positions come apart."""
+    named = dict(zip(TENSORS, tensors, strict=True))
+    inputs = Inputs(
+        named["q"], named["k"], named["v"], Gates(*(named[name] for name in Gates._fields)),
+        Routing(*(named[name] for name in Routing._fields)), named["cu_seqlens"],
+    )  # fmt: skip
+    return inputs, named["positions"]
+
+
+def _distinct(positions: Tensor) -> Iterator[Tensor]:
+    """Split queries (R,) so that no two of one part stand at the same position: mostly one part."""
+    order = positions.long().argsort(stable=True)
+    ordered = positions[order]
+    first = torch.searchsorted(ordered, ordered)
+    occurrence = torch.arange(len(order), device=order.device) - first
+    for number in range(int(occurrence.max()) + 1 if len(order) else 0):
+        yield order[occurrence == number]
+
+
+def _spread_queries(inputs: Inputs, some: Tensor, at: Tensor) -> Inputs:
+    """Give some queries and their reads the places among all tokens at which they stand."""
+    length, routing = inputs.k.shape[1], inputs.routing
+    types, weight = routing.query_type, routing.read_weight
+    routing = routing._replace(
+        query_type=None if types is None else _spread(types[:, some], at, length),
+        read_weight=None if weight is None else _spread(weight[:, some], at, length),
     )
-    q, query_type, read_weight = (_spread(x, at, k.shape[1]) for x in (q, query_type, read_weight))
-    routing = Routing(profile, query_type, write_weight, read_weight)
-    inputs = Inputs(q, k, v, Gates(log_decay, key_gate), routing, edges)
-    return inputs, Options(_mask_from(mask), *options)
+    return inputs._replace(q=_spread(inputs.q[:, some], at, length), routing=routing)
 
 
-def _spread(x: Any, positions: Tensor | None, length: int) -> Any:
-    """Give what is known at positions (B, R, ...) its place among all tokens, 0 elsewhere."""
-    if x is None or positions is None:
-        return x
-    return x.new_zeros(len(x), length, *x.shape[2:]).index_copy_(1, positions.long(), x)
+def _spread(x: Tensor, at: Tensor, length: int) -> Tensor:
+    """(B, R, ...) -> (B, T, ...), 0 where there is no query."""
+    return x.new_zeros(len(x), length, *x.shape[2:]).index_copy_(1, at.long(), x)
+
+
+def _answers_like(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Describe the output and the normaliser: (B, R, H, V) and (B, R, H), fp32 or wider."""
+    q, v = inputs.q, inputs.v
+    wide = torch.promote_types(v.dtype, torch.float32)
+    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]))
+    return v.new_empty(*shape, v.shape[-1], dtype=wide), v.new_empty(shape, dtype=wide)
 
 
 @lru_cache(maxsize=256)
@@ -135,43 +157,41 @@ def keep_freed_pages() -> None:
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(v.dtype, torch.float32)
-    shape = (*q.shape[:2], max(q.shape[2], v.shape[2]))
-    return v.new_empty(*shape, v.shape[-1], dtype=wide), v.new_empty(shape, dtype=wide)
+def _(tensors: Sequence[Any], *_: Any) -> tuple[Tensor, Tensor]:
+    return _answers_like(_sort(tensors)[0])
 
 
 @attend_backward.register_fake
-def _(grad_out: Tensor, out: Tensor, normalizer: Tensor, *rest: Any) -> list[Tensor]:
-    return [torch.empty_like(x) for x in rest[:NUM_DIFFERENTIABLE] if x is not None]
+def _(answers: Sequence[Tensor], tensors: Sequence[Any], *_: Any) -> list[Tensor]:
+    return [torch.empty_like(x) for x in tensors[:NUM_DIFFERENTIABLE] if x is not None]
 
 
-def _fold_batch(
-    info: Any, in_dims: tuple[int | None, ...], args: tuple[Any, ...], num_tensors: int
-) -> tuple[Any, ...]:
+def _fold(info: Any, dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Any]:
     """Make the dimension that `vmap` maps over a part of the batch."""
-    edges, positions = args[num_tensors - 1], in_dims[num_tensors - 2]
-    if edges is not None or positions is not None:
-        raise ValueError("vmap maps neither packed sequences nor positions; use the batch axis")
     folded = []
-    for place, (x, dim) in enumerate(zip(args[:num_tensors], in_dims, strict=False)):
-        if x is None or place >= num_tensors - 2:
+    for name, x, dim in zip(TENSORS[: len(tensors)], tensors, dims, strict=True):
+        if x is None or (name == "positions" and dim is None):
             folded.append(x)
             continue
+        if name in ("positions", "cu_seqlens"):
+            raise ValueError(f"vmap does not go over {name}; put the sequences into the batch")
         each = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
         folded.append(each.flatten(0, 1))
-    return (*folded, *args[num_tensors:])
+    return folded
 
 
 @attend.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    answers = attend(*_fold_batch(info, in_dims, args, NUM_TENSORS))
+def _(info: Any, in_dims: Any, tensors: Sequence[Any], *options: Any) -> tuple[Any, Any]:
+    answers = attend(_fold(info, in_dims[0], tensors), *options)
     return tuple(x.unflatten(0, (info.batch_size, -1)) for x in answers), (0, 0)
 
 
 @attend_backward.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    grads = attend_backward(*_fold_batch(info, in_dims, args, NUM_TENSORS + 3))
+def _(
+    info: Any, in_dims: Any, answers: Sequence[Any], tensors: Sequence[Any], *options: Any
+) -> tuple[Any, Any]:
+    folded = (_fold(info, dims, x) for dims, x in zip(in_dims, (answers, tensors), strict=False))
+    grads = attend_backward(*folded, *options)
     return [x.unflatten(0, (info.batch_size, -1)) for x in grads], [0] * len(grads)
 
 
@@ -182,23 +202,17 @@ class Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        return attend(*args)
+        return attend(list(args[: len(TENSORS)]), *args[len(TENSORS) :])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*output, *inputs[:NUM_TENSORS])
-        ctx.options = inputs[NUM_TENSORS:]
+        ctx.save_for_backward(*output, *inputs[: len(TENSORS)])
+        ctx.options = inputs[len(TENSORS) :]
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
         out, normalizer, *tensors = ctx.saved_tensors
-        grads = iter(attend_backward(grad_out, out, normalizer, *tensors, *ctx.options))
+        grads = iter(attend_backward([grad_out, out, normalizer], tensors, *ctx.options))
         named = [None if x is None else next(grads) for x in tensors[:NUM_DIFFERENTIABLE]]
         return (*named, *[None] * (len(tensors) + len(ctx.options) - NUM_DIFFERENTIABLE))
-
-    @staticmethod
-    def jvp(ctx: Any, *_: Any) -> Any:
-        raise NotImplementedError(
-            "SMat-Attention has no forward-mode derivative; use reverse mode: grad, vjp or jacrev"
-        )

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import smat
-from smat.ops import fold
-from tests.ops.decoding import (
+from smat.ops.smat import fold
+from tests.ops.smat.decoding import (
     SCHEDULES,
     at,
     decode,
@@ -24,7 +24,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 @pytest.fixture(autouse=True)
 def thin_shares(monkeypatch):
     """Let folds as small as those of tests be spread over many tokens, too."""
-    monkeypatch.setattr(fold, "CALL_COST", 64)
+    monkeypatch.setattr(fold, "LINE", 1)
+    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
 
 
 def cache_megabytes(num_states, batch=64, feature_dim=32, aug_dim=33):
@@ -106,7 +107,7 @@ def test_states_that_share_memory_do_not_see_each_other_write(schedule):
 
 
 def test_clones_and_moves_share_nothing():
-    mask = smat.SMatMask(97, 3, 8, boundary=smat.window(16))
+    mask = smat.SMatMask(97, 3, 8, boundary=smat.schedules.window(16))
     inputs = make_case(mask, 97, "gated")
     _, state = decode(empty_for(mask, inputs), inputs, 0, 60)
     copies = [state.clone(), state.to(dtype=torch.float64), state.to("cpu"), state.select([0, 1])]
@@ -174,25 +175,6 @@ def test_rows_of_different_lengths_are_selected_with_their_positions(schedule):
         state.select([3])
     with pytest.raises(ValueError, match="1 or more, got 0"):
         state.repeat_interleave(0)
-
-
-@pytest.mark.parametrize("schedule", ["kept", "window", "doubling"])
-def test_a_prefilled_state_may_fold_at_once(schedule):
-    mask = smat.SMatMask(97, 3, 8, boundary=SCHEDULES[schedule])
-    inputs = make_case(mask, 97, "gated", batch=3)
-    real = torch.arange(60) < torch.tensor([[60], [43], [12]])
-    _, state = prefill(span(inputs, 0, 60), mask, attention_mask=real)
-    _, state = decode(state, inputs, 60, 65)
-    before, copy = snapshot(state), state.with_fold("at_once")
-    assert copy.num_bytes <= state.num_bytes
-    again = copy.with_fold("spread")
-    assert again.num_bytes == state.num_bytes
-    outs = [decode(each, inputs, 65)[0] for each in (copy, again)]
-    assert unchanged(state, before)
-    expected, _ = decode(state, inputs, 65)
-    assert all(torch.equal(out, expected) for out in outs)
-    with pytest.raises(ValueError, match="got 'never'"):
-        state.with_fold("never")
 
 
 def test_a_state_says_what_it_is():

@@ -1,4 +1,4 @@
-"""A decoder to be killed and to go on: `python -m tests.ops.interrupted_decoding save|load ...`."""
+"""A decoder to be killed and to go on: `python -m tests.ops.smat.interrupted_decoding save|load ...`."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ KILLED_AT, STOP = 230, 330
 
 
 def make_mask():
-    return smat.SMatMask(256, 3, 8, boundary=smat.window(64))
+    return smat.SMatMask(256, 3, 8, boundary=smat.schedules.window(64))
 
 
 def start():

@@ -5,10 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smat.ops.group_order import GroupOrder
-from smat.ops.grouping import PeriodicGroups
-from smat.ops.sorted_groups import BATCH_SLOTS, MAX_PADDED, SPARE_SLOTS, SortedGroups, cut_runs
-from tests.ops.comparison import poisoned_memory
+from smat.ops.smat.groups import (
+    MAX_PADDED,
+    MAX_SLOTS,
+    SPARE_SLOTS,
+    PeriodicGroups,
+    SortedGroups,
+    VisitOrder,
+    cut_runs,
+)
+from tests.ops.smat.comparison import poisoned_memory
 
 SHAPES = [(1, 1, 3), (1, 17, 5), (3, 17, 5), (2, 10, 5), (2, 4, 9), (3, 20, 1)]
 
@@ -44,8 +50,8 @@ def test_products_equal_loops(num_rows, length, num_groups):
                 read[row, token] = left[row, token] @ state
                 read_left[row, token] = state @ right[row, token]
         with poisoned_memory():
-            found = groups.outer_sum(left, right), groups.read(left, table)
-            found_left = groups.read_left(right, table)
+            found = groups.pool(left, right), groups.read(left, table)
+            found_left = groups.read(right, table.mT)
         torch.testing.assert_close(found[0], sums, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(found[1], read, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(found_left, read_left, rtol=1e-13, atol=1e-13)
@@ -59,7 +65,7 @@ def test_groups_beside_groups_without_visits():
     for row in range(2):
         sums[row].index_add_(0, index[row], left[row].unsqueeze(-1) * right[row].unsqueeze(-2))
     with poisoned_memory():
-        found = groups.outer_sum(left, right)
+        found = groups.pool(left, right)
         read = groups.read(left, sums)
     torch.testing.assert_close(found, sums, rtol=1e-13, atol=1e-13)
     expected = torch.stack(
@@ -73,9 +79,9 @@ def test_reading_is_the_adjoint_of_summing(num_rows, length, num_groups):
     left, right = normal(num_rows, length, 4), normal(num_rows, length, 3, seed=1)
     table = normal(num_rows, num_groups, 4, 3, seed=2)
     for groups, _ in groupings(num_rows, length, num_groups):
-        through_sum = (groups.outer_sum(left, right) * table).sum()
+        through_sum = (groups.pool(left, right) * table).sum()
         torch.testing.assert_close((groups.read(left, table) * right).sum(), through_sum)
-        torch.testing.assert_close((groups.read_left(right, table) * left).sum(), through_sum)
+        torch.testing.assert_close((groups.read(right, table.mT) * left).sum(), through_sum)
 
 
 def test_strided_views_of_features():
@@ -84,13 +90,11 @@ def test_strided_views_of_features():
     left, right = wide[..., 2:5], normal(2, 12, 5)[:, 3:]
     for groups, _ in groupings(2, 9, 4):
         assert not left.is_contiguous()
-        first = groups.outer_sum(left, right)
-        second = groups.outer_sum(left.contiguous(), right.contiguous())
+        first = groups.pool(left, right)
+        second = groups.pool(left.contiguous(), right.contiguous())
         assert torch.equal(first, second)
         assert torch.equal(groups.read(left, table), groups.read(left.contiguous(), table))
-        assert torch.equal(
-            groups.read_left(right, table), groups.read_left(right.contiguous(), table)
-        )
+        assert torch.equal(groups.read(right, table.mT), groups.read(right.contiguous(), table.mT))
 
 
 @given(st.lists(st.integers(0, 3000), max_size=60))
@@ -105,7 +109,7 @@ def test_runs_cover_all_groups_with_little_padding(sizes):
         assert visits - run.visits.start == sum(inside)
         assert slots - run.slots.start == run.width * len(inside)
         if len(inside) > 1:
-            most = min(BATCH_SLOTS, MAX_PADDED * sum(inside) + SPARE_SLOTS)
+            most = min(MAX_SLOTS, MAX_PADDED * sum(inside) + SPARE_SLOTS)
             assert slots - run.slots.start <= most
     assert (groups, visits) == (len(sizes), sum(sizes))
 
@@ -113,11 +117,8 @@ def test_runs_cover_all_groups_with_little_padding(sizes):
 def test_groups_in_order_of_size_need_few_runs():
     index = torch.randint(200, (1, 20000), generator=torch.Generator().manual_seed(0))
     index = (index * index // 200) % 200  # groups of very different sizes
-    in_order = GroupOrder.by_visits(index, 200).rename(index)
-    runs = [
-        [run for batch in SortedGroups(x, 200).batches for run in batch.runs]
-        for x in (index, in_order)
-    ]
+    in_order = VisitOrder.of(index, 200).rename(index)
+    runs = [SortedGroups(x, 200).runs for x in (index, in_order)]
     slots = [each[-1].slots.stop for each in runs]
     assert len(runs[1]) < len(runs[0])
     assert slots[1] <= 1.3 * 20000
@@ -129,7 +130,7 @@ def test_an_order_renames_groups_by_falling_size(num_rows, length, num_groups, r
         [[random.randrange(num_groups) for _ in range(length)] for _ in range(num_rows)],
         dtype=torch.long,
     ).view(num_rows, length)
-    order = GroupOrder.by_visits(index, num_groups)
+    order = VisitOrder.of(index, num_groups)
     each = torch.arange(num_groups).expand(num_rows, -1)
     assert torch.equal(order.rename(order.group), each)
     for row, name in zip(index, order.rename(index), strict=True):
@@ -146,7 +147,7 @@ def test_a_stranger_that_is_not_a_number_spoils_its_own_groups_only():
         for side in (left, right):
             kept = side[0, spoiled].clone()
             side[0, spoiled] = torch.nan
-            sums = SortedGroups(index, 6).outer_sum(left, right)[0]
+            sums = SortedGroups(index, 6).pool(left, right)[0]
             side[0, spoiled] = kept
             spoiled_groups = sums.isnan().flatten(1).any(1).nonzero().flatten().tolist()
             assert spoiled_groups == [index[0, spoiled]]

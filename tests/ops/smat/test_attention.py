@@ -9,7 +9,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 import smat
-from tests.ops.comparison import (
+from tests.ops.smat.comparison import (
     TOLERANCE,
     assert_matches_oracle,
     attend,
@@ -41,10 +41,14 @@ def draw_boundary(draw, seq_len):
     kind = draw(st.sampled_from(SCHEDULES))
     event(f"boundary {kind}")
     if kind == "kept":
-        return smat.kept(draw(st.integers(0, seq_len)))
+        return smat.schedules.kept(draw(st.integers(0, seq_len)))
     if kind == "window":
-        return smat.window(draw(st.sampled_from([1, 2, 5, 8, 16, 30])))
-    plain = {"none": smat.none, "rebuilt": smat.rebuilt, "doubling": smat.doubling}
+        return smat.schedules.window(draw(st.sampled_from([1, 2, 5, 8, 16, 30])))
+    plain = {
+        "none": smat.schedules.none,
+        "rebuilt": smat.schedules.rebuilt,
+        "doubling": smat.schedules.doubling,
+    }
     return plain[kind]() if kind in plain else None
 
 
@@ -195,7 +199,9 @@ def test_whole_blocks_of_default_size(vc_dim, dtype):
 
 
 @pytest.mark.parametrize(
-    "boundary", [smat.window(100), smat.doubling(), smat.kept(333)], ids=lambda b: b.describe()
+    "boundary",
+    [smat.schedules.window(100), smat.schedules.doubling(), smat.schedules.kept(333)],
+    ids=lambda b: b.describe(),
 )
 def test_moving_boundary_over_blocks_of_default_size(boundary):
     inputs = make_inputs(700, batch=1)
@@ -207,7 +213,13 @@ def test_moving_boundary_over_blocks_of_default_size(boundary):
 @pytest.mark.parametrize("gates", [None, mild_gates, mixed_gates])
 @pytest.mark.parametrize(
     "boundary",
-    [None, smat.window(30), smat.doubling(), smat.kept(70), smat.none()],
+    [
+        None,
+        smat.schedules.window(30),
+        smat.schedules.doubling(),
+        smat.schedules.kept(70),
+        smat.schedules.none(),
+    ],
     ids=lambda b: b.describe() if b else "default",
 )
 def test_many_blocks_between_boundaries(boundary, gates, content):
@@ -228,4 +240,4 @@ def test_many_blocks_between_boundaries(boundary, gates, content):
 
 def test_a_window_runs_past_its_horizon():
     inputs = make_inputs(90)
-    assert_matches_oracle(inputs, smat.SMatMask(40, 3, 4, boundary=smat.window(8)))
+    assert_matches_oracle(inputs, smat.SMatMask(40, 3, 4, boundary=smat.schedules.window(8)))

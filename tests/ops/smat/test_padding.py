@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import smat
-from smat.ops.padding import Padding
-from tests.ops.comparison import (
+from smat.ops.smat.padding import Padding
+from tests.ops.smat.comparison import (
     attend,
     gradients,
     leaves,
@@ -19,7 +19,7 @@ from tests.ops.comparison import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
-SCHEDULES = [None, smat.kept(13), smat.doubling(), smat.window(8)]
+SCHEDULES = [None, smat.schedules.kept(13), smat.schedules.doubling(), smat.schedules.window(8)]
 # First and last real token of each row: left, right, both, none, all padding, one token.
 SPANS = [(20, 50), (0, 37), (9, 41), (0, 50), (50, 50), (17, 18)]
 

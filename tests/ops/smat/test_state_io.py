@@ -11,17 +11,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import smat
-from tests.ops.decoding import decode, empty_for, make_case, prefill, span
-from tests.ops.interrupted_decoding import KILLED_AT, STOP, go_on, start
+from smat.ops.smat.state_io import checksum
+from tests.ops.smat.decoding import decode, empty_for, make_case, prefill, span
+from tests.ops.smat.interrupted_decoding import KILLED_AT, STOP, go_on, start
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def run(*arguments):
     return subprocess.run(
-        [sys.executable, "-m", "tests.ops.interrupted_decoding", *map(str, arguments)],
+        [sys.executable, "-m", "tests.ops.smat.interrupted_decoding", *map(str, arguments)],
         cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
 
@@ -37,7 +38,11 @@ def test_after_the_process_is_killed_the_next_100_steps_are_bit_equal(tmp_path):
     assert torch.equal(torch.load(out_path), expected[:, KILLED_AT:])
 
 
-@pytest.mark.parametrize("boundary", [None, smat.none(), smat.doubling(), smat.window(16)], ids=str)
+@pytest.mark.parametrize(
+    "boundary",
+    [None, smat.schedules.none(), smat.schedules.doubling(), smat.schedules.window(16)],
+    ids=str,
+)
 @pytest.mark.parametrize("split", [0, 20, 48, 70])
 def test_saving_and_loading_changes_nothing(boundary, split, tmp_path):
     mask = smat.SMatMask(97, 3, 8, boundary=boundary)
@@ -53,7 +58,7 @@ def test_saving_and_loading_changes_nothing(boundary, split, tmp_path):
 
 
 def test_rows_keep_their_positions(tmp_path):
-    mask = smat.SMatMask(97, 2, 8, boundary=smat.window(8))
+    mask = smat.SMatMask(97, 2, 8, boundary=smat.schedules.window(8))
     inputs = make_case(mask, 97, batch=3)
     real = torch.arange(60) < torch.tensor([[60], [35], [0]])
     _, state = prefill(span(inputs, 0, 60), mask, attention_mask=real)
@@ -77,7 +82,7 @@ def test_a_file_of_another_mask_is_refused_with_both_descriptions(tmp_path):
         smat.SMatMask(97, 3, 8),
         smat.SMatMask(129, 2, 8),
         smat.SMatMask(97, 2, 8, field_size=11),
-        smat.SMatMask(97, 2, 8, boundary=smat.window(16)),
+        smat.SMatMask(97, 2, 8, boundary=smat.schedules.window(16)),
     ):
         with pytest.raises(ValueError, match="belongs to") as error:
             smat.SMatState.load(path, other)
@@ -108,6 +113,7 @@ def rewrite(path, change_tensors=None, **metadata):
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     if change_tensors is not None:
         change_tensors(tensors)
+    about["checksum"] = checksum(about["state"], tensors)
     save_file(tensors, path, about)
 
 
@@ -134,7 +140,7 @@ def test_a_damaged_file_is_refused(change, message, tmp_path):
 def test_files_of_another_kind_or_version_are_refused(tmp_path):
     _, path = saved(tmp_path)
     rewrite(path, version="99")
-    with pytest.raises(ValueError, match=r"version 1, but it says 'smat.state' version 99"):
+    with pytest.raises(ValueError, match=r"version 2, but it says 'smat.state' version 99"):
         smat.SMatState.load(path)
     save_file({"weight": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ValueError, match="but it says None version None"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import smat
-from tests.ops.comparison import (
+from tests.ops.smat.comparison import (
     attend,
     attend_densely,
     gradients,
@@ -19,7 +19,13 @@ from tests.ops.comparison import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
-SCHEDULES = [None, smat.none(), smat.kept(19), smat.doubling(), smat.window(7)]
+SCHEDULES = [
+    None,
+    smat.schedules.none(),
+    smat.schedules.kept(19),
+    smat.schedules.doubling(),
+    smat.schedules.window(7),
+]
 
 
 def assert_same(first, second, tolerance=1e-12):
@@ -49,7 +55,7 @@ def test_one_dimension_is_linear_attention(boundary):
 @pytest.mark.parametrize("vc_dim", [2, 3, 4])
 def test_without_distant_keys_every_dimension_is_linear_attention(vc_dim):
     inputs = make_inputs(50)
-    mask = smat.SMatMask(50, vc_dim, 8, boundary=smat.none())
+    mask = smat.SMatMask(50, vc_dim, 8, boundary=smat.schedules.none())
     assert relative_rms(attend(inputs, mask)[0], linear_attention(**inputs)) <= 1e-12
     short = smat.SMatMask(50, vc_dim, chunk_size=64)  # too short for a distant chunk
     assert relative_rms(attend(inputs, short)[0], linear_attention(**inputs)) <= 1e-12
@@ -73,13 +79,13 @@ def test_gates_of_one_change_nothing(name):
 def test_a_boundary_kept_where_it_was_is_the_fixed_mask(vc_dim):
     inputs = make_inputs(75) | {"log_decay": mild_gates((2, 75, 2))}
     fixed = smat.SMatMask(75, vc_dim, 8)
-    still = smat.SMatMask(75, vc_dim, 8, boundary=smat.kept(fixed.num_distant))
+    still = smat.SMatMask(75, vc_dim, 8, boundary=smat.schedules.kept(fixed.num_distant))
     assert fixed.num_distant > 0
     assert_same(attend(inputs, still), attend(inputs, fixed), tolerance=0.0)
 
 
 def test_positional_routing_given_by_hand_changes_nothing():
-    inputs, mask = make_inputs(90), smat.SMatMask(90, 3, 8, boundary=smat.window(16))
+    inputs, mask = make_inputs(90), smat.SMatMask(90, 3, 8, boundary=smat.schedules.window(16))
     position = torch.arange(90)
     by_hand = {
         "profile": mask.profile(position).view(1, -1, 1).expand(2, -1, 2),
@@ -116,7 +122,7 @@ def test_no_output_depends_on_a_later_token(boundary):
 
 @pytest.mark.parametrize("content", [False, True])
 def test_deterministic_to_the_last_bit(content):
-    mask = smat.SMatMask(150, 3, 8, boundary=smat.window(16))
+    mask = smat.SMatMask(150, 3, 8, boundary=smat.schedules.window(16))
     inputs = make_inputs(150, dtype=torch.float32)
     inputs["log_decay"] = mild_gates((2, 150, 2)).float()
     if content:
@@ -229,14 +235,16 @@ def test_weights_that_underflow_give_zero_not_nan():
     inputs["key_gate"][:, 0] = 1
     for gate in (-60.0, -88.0, -95.0, -103.0, -200.0, -torch.inf):
         inputs["log_decay"] = torch.tensor([0, gate, 0, 0, 0, 0]).view(1, 6, 1)
-        out, grads = attend(inputs, smat.SMatMask(6, 2, 2, boundary=smat.none()))
+        out, grads = attend(inputs, smat.SMatMask(6, 2, 2, boundary=smat.schedules.none()))
         assert out.isfinite().all()
         assert all(grad.isfinite().all() for grad in grads.values())
         if gate >= -60:
             assert torch.equal(out[0, :, 0, 0], torch.ones(6))
 
 
-@pytest.mark.parametrize("boundary", [None, smat.window(3), smat.doubling()], ids=str)
+@pytest.mark.parametrize(
+    "boundary", [None, smat.schedules.window(3), smat.schedules.doubling()], ids=str
+)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("content", [False, True])
 def test_gradcheck(boundary, normalize, content):
@@ -261,7 +269,7 @@ def test_gradcheck(boundary, normalize, content):
 
 
 def test_gradcheck_of_every_entry():
-    mask = smat.SMatMask(5, 2, 2, field_size=2, boundary=smat.window(1))
+    mask = smat.SMatMask(5, 2, 2, field_size=2, boundary=smat.schedules.window(1))
     own = leaves(make_inputs(5, batch=1, heads=1, key_dim=2, value_dim=1))
     own["log_decay"] = mild_gates((1, 5, 1)).requires_grad_()
 

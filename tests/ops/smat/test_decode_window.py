@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import smat
-from smat.ops import fold
-from tests.ops.comparison import make_inputs, mild_gates, relative_rms
-from tests.ops.decoding import at, decode, empty_for
+from smat.ops.smat import fold
+from tests.ops.smat.comparison import make_inputs, mild_gates, relative_rms
+from tests.ops.smat.decoding import at, decode, empty_for
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
@@ -31,7 +31,7 @@ def dense_row(mask, inputs, t, log_decay=None):
 
 def check_far_past_the_horizon(num_steps, vc_dim, gated):
     horizon, step = 128, 32
-    mask = smat.SMatMask(horizon, vc_dim, 8, boundary=smat.window(step))
+    mask = smat.SMatMask(horizon, vc_dim, 8, boundary=smat.schedules.window(step))
     inputs = make_inputs(num_steps, batch=1, heads=2, key_dim=4, value_dim=3)
     gates = mild_gates((1, num_steps, 2), strength=2e-3) if gated else None
     given = inputs if gates is None else inputs | {"log_decay": gates}
@@ -64,30 +64,25 @@ def test_a_window_does_not_drift_over_20000_steps(vc_dim, gated):
 @pytest.mark.parametrize(("vc_dim", "field_size"), [(2, 31), (3, 11), (4, 5)])
 def test_the_share_of_a_fold_is_the_same_for_every_token(vc_dim, field_size, monkeypatch):
     step = 128
-    mask = smat.SMatMask(4 * step, vc_dim, 8, field_size, boundary=smat.window(step))
+    mask = smat.SMatMask(4 * step, vc_dim, 8, field_size, boundary=smat.schedules.window(step))
     inputs = make_inputs(4 * step, batch=1, heads=2, key_dim=16, value_dim=15, dtype=torch.float32)
-    monkeypatch.setattr(fold, "CALL_COST", 64)
+    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
+    state, folded = empty_for(mask, inputs), []
+    monkeypatch.setattr(fold, "_fold_slab", lambda *given: folded.append(len(shares)))
     shares = []
-    advance = fold.TableFold.advance
-
-    def counted(self, state, *budget):
-        shares.append(advance(self, state, *budget))
-        return shares[-1]
-
-    monkeypatch.setattr(fold.TableFold, "advance", counted)
-    decode(empty_for(mask, inputs), inputs)
-    stages = fold.fold_stages(field_size, vc_dim - 1)
-    num_columns = 16 * 16
-    additions = 3 * 2 * num_columns * sum(stage.num_rows * stage.cost for stage in stages)
-    assert additions <= sum(shares) <= 1.5 * additions
-    # Three blocks are folded, each over the tokens of the next; the boundary has nothing left.
-    even, one_row = sum(shares) / (3 * step), num_columns * max(stage.cost for stage in stages)
-    assert max(shares) <= 2 * even + one_row
-    assert even < 0.05 * additions
+    for t in range(4 * step):
+        before = len(folded)
+        _, state = state.step(**at(inputs, t), inplace=True)
+        shares.append(len(folded) - before)
+    slabs = fold.num_slabs(state)
+    assert slabs == 2 * 16
+    # Three folds, each over the tokens of the step before it: no token has more than one slab.
+    assert sum(shares) == 3 * slabs
+    assert max(shares) == 1
 
 
 def test_a_state_that_arrives_in_the_middle_of_a_block_catches_up():
-    mask = smat.SMatMask(256, 3, 8, boundary=smat.window(32))
+    mask = smat.SMatMask(256, 3, 8, boundary=smat.schedules.window(32))
     inputs = make_inputs(256, batch=1)
     whole, _ = smat.smat_attention(mask=mask, **inputs)
     start = {name: x[:, :90] for name, x in inputs.items()}
@@ -95,18 +90,18 @@ def test_a_state_that_arrives_in_the_middle_of_a_block_catches_up():
     assert state.built == [0]
     for t in range(90, 96):
         out, state = state.step(**at(inputs, t), inplace=True)
-    assert state.groups[0].fold.finished
+    assert state.built == [fold.num_slabs(state)]
     out, state = state.step(**at(inputs, 96), inplace=True)
-    assert state.built == [0]
+    assert state.built == [1]  # of the next fold
     assert relative_rms(out, whole[:, 96]) <= 1e-12
 
 
 def test_several_tokens_do_the_shares_of_all_of_them():
-    mask = smat.SMatMask(256, 3, 8, boundary=smat.window(64))
+    mask = smat.SMatMask(256, 3, 8, boundary=smat.schedules.window(64))
     inputs = make_inputs(256, batch=1)
     state = empty_for(mask, inputs)
     for start in range(0, 192, 24):
         part = {name: x[:, start : start + 24] for name, x in inputs.items()}
         _, state = state.extend(**part, inplace=True)
-    assert state.groups[0].position == 192
-    assert state.groups[0].fold.finished
+    assert state.positions == [192]
+    assert state.built == [fold.num_slabs(state)]

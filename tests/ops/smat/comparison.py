@@ -1,6 +1,5 @@
 """Hold the fast op against the dense oracle: output and every gradient, by name."""
 
-import sys
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -8,8 +7,9 @@ import torch
 
 import smat
 from smat.geometry import radon
-from smat.ops import long_range, pieces, rows, sorted_groups, workspace
 from smat.ops.feature_maps import Favor
+from smat.ops.linear import chunks
+from smat.ops.smat import groups, long_range, slices
 
 # Relative RMS of the output, and of every gradient.
 TOLERANCE = {
@@ -36,31 +36,17 @@ def relative_rms(found, expected, least=0.0):
     return difference / size if size > 0 else (0.0 if difference == 0 else float("inf"))
 
 
-def poisoned_scratch(name, shape, like):
-    """Give reused memory as if it were fresh, full of NaN, and let every other holder see NaN."""
-    buffer = workspace.scratch(name, shape, like)
-    return buffer.fill_(torch.nan) if buffer.is_floating_point() else buffer
-
-
 @contextmanager
 def poisoned_memory():
-    """Fill fresh and reused memory with NaN: what is read before it is written shows."""
+    """Fill fresh memory with NaN: what is read before it is written shows."""
     before = torch.are_deterministic_algorithms_enabled()
     fill_before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    users = [
-        module
-        for name, module in list(sys.modules.items())
-        if name.startswith("smat.ops.") and module is not workspace and hasattr(module, "scratch")
-    ]
     try:
         assert torch.empty(1).isnan()
         assert torch.ones(1).new_empty(1).isnan()
-        with ExitStack() as stack:
-            for module in users:
-                stack.enter_context(mock.patch.object(module, "scratch", poisoned_scratch))
-            yield
+        yield
     finally:
         torch.use_deterministic_algorithms(before)
         torch.utils.deterministic.fill_uninitialized_memory = fill_before
@@ -68,12 +54,12 @@ def poisoned_memory():
 
 @contextmanager
 def small_blocks(tile=8, tiles=4, tokens=64, table_bytes=2000):
-    """Shrink every block size of the op, so that short sequences take many blocks and shares."""
+    """Shrink every block size of the op, so that short sequences take many chunks and slices."""
     sizes = (
-        (pieces, "TILE", tile), (rows, "CPU_TILES", tiles), (rows, "CPU_TOKENS", tokens),
+        (chunks, "CHUNK", tile), (chunks, "CPU_TILES", tiles), (slices, "CPU_TOKENS", tokens),
         (long_range, "TABLE_BYTES", table_bytes), (radon, "SLAB_COLUMNS", (16, 16)),
         (radon, "WHOLE_ELEMENTS", 200), (radon, "STACK_ELEMENTS", 500),
-        (sorted_groups, "SPARE_SLOTS", 2), (sorted_groups, "BATCH_SLOTS", 40),
+        (groups, "SPARE_SLOTS", 2), (groups, "MAX_SLOTS", 40),
     )  # fmt: skip
     with ExitStack() as stack:
         for module, name, value in sizes:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import smat
-from smat.ops import fold
-from tests.ops.comparison import mild_gates, poisoned_memory
-from tests.ops.decoding import (
+from smat.ops.smat import fold
+from tests.ops.smat.comparison import mild_gates, poisoned_memory
+from tests.ops.smat.decoding import (
     KINDS,
     SCHEDULES,
     at,
@@ -27,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 @pytest.fixture(autouse=True)
 def thin_shares(monkeypatch):
     """Let folds as small as those of tests be spread over many tokens, too."""
-    monkeypatch.setattr(fold, "CALL_COST", 64)
+    monkeypatch.setattr(fold, "LINE", 1)
+    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
 
 
 # Every kind meets every dimension and, over the dimensions, every schedule.
@@ -111,7 +112,7 @@ def test_gates_of_every_size_and_full_resets(schedule):
 
 
 def test_small_gates_keep_their_digits_after_large_ones():
-    mask = smat.SMatMask(450, 2, 8, boundary=smat.window(16))
+    mask = smat.SMatMask(450, 2, 8, boundary=smat.schedules.window(16))
     inputs = make_case(mask, 450, batch=1, heads=1)
     gates = mild_gates(inputs["k"].shape[:3])
     gates[:, :400] -= 777.7  # lambda falls to -3e5, where fp64 alone keeps 10 digits of it
@@ -124,7 +125,7 @@ def test_small_gates_keep_their_digits_after_large_ones():
 
 
 def test_gates_that_come_late():
-    mask = smat.SMatMask(97, 2, 8, boundary=smat.window(16))
+    mask = smat.SMatMask(97, 2, 8, boundary=smat.schedules.window(16))
     inputs = make_case(mask, 97)
     late = mild_gates(inputs["k"].shape[:3])
     late[:, :41] = 0
@@ -191,7 +192,7 @@ def test_packed_sequences_under_a_fixed_mask_are_refused():
 def test_past_its_horizon_a_fixed_mask_keeps_its_boundary_and_says_so_once():
     mask = smat.SMatMask(73, 2, 8)
     as_kept = smat.SMatMask(
-        120, 2, 8, mask.geometry.field_size, boundary=smat.kept(mask.num_distant)
+        120, 2, 8, mask.geometry.field_size, boundary=smat.schedules.kept(mask.num_distant)
     )
     inputs = make_case(as_kept, 120)
     expected = smat.reference_attention(mask=as_kept, **inputs)

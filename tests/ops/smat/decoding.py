@@ -3,16 +3,16 @@
 import torch
 
 import smat
-from tests.ops.comparison import make_inputs, mild_gates, mixed_gates, relative_rms
+from tests.ops.smat.comparison import make_inputs, mild_gates, mixed_gates, relative_rms
 
 SCHEDULES = {
     "rebuilt": None,
-    "kept": smat.kept(37),
-    "none": smat.none(),
-    "doubling": smat.doubling(),
-    "window": smat.window(16),
-    "odd window": smat.window(7),
-    "shortest window": smat.window(1),
+    "kept": smat.schedules.kept(37),
+    "none": smat.schedules.none(),
+    "doubling": smat.schedules.doubling(),
+    "window": smat.schedules.window(16),
+    "odd window": smat.schedules.window(7),
+    "shortest window": smat.schedules.window(1),
 }
 KINDS = ("plain", "gated", "routed", "gated and routed")
 

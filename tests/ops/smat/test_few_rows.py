@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import smat
-from smat.ops import few_rows
-from smat.ops.interface import smat_attention_at
-from tests.ops.comparison import (
+from smat.ops import smat_attention_at
+from smat.ops.smat import at_rows as few_rows
+from tests.ops.smat.comparison import (
     assert_close,
     gradients,
     leaves,
@@ -21,17 +21,17 @@ pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 PER_QUERY = ("q", "query_type", "read_weight")
 BOUNDARIES = {
     "fixed": None,
-    "none": smat.none(),
+    "none": smat.schedules.none(),
     "kept": None,
-    "doubling": smat.doubling(),
-    "window": smat.window(8),
+    "doubling": smat.schedules.doubling(),
+    "window": smat.schedules.window(8),
 }
 
 
 def draw_case(
     seq_len, vc_dim, group, seed, gated, routed, boundary, num_reads=0, sharing="queries"
 ):
-    schedule = smat.kept(seq_len // 3) if boundary == "kept" else BOUNDARIES[boundary]
+    schedule = smat.schedules.kept(seq_len // 3) if boundary == "kept" else BOUNDARIES[boundary]
     mask = smat.SMatMask(seq_len, vc_dim, 4, 3, schedule)
     inputs = make_inputs(seq_len, group=group, seed=seed, sharing=sharing)
     shape, generator = (2, seq_len, 2), torch.Generator().manual_seed(seed)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import smat
-from tests.ops.comparison import (
+from tests.ops.smat.comparison import (
     assert_matches_oracle,
     attend,
     attend_densely,

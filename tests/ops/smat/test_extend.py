@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import smat
-from smat.ops import fold
-from tests.ops.decoding import (
+from smat.ops.smat import fold
+from tests.ops.smat.decoding import (
     KINDS,
     SCHEDULES,
     decode,
@@ -28,7 +28,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 @pytest.fixture(autouse=True)
 def thin_shares(monkeypatch):
     """Let folds as small as those of tests be spread over many tokens, too."""
-    monkeypatch.setattr(fold, "CALL_COST", 64)
+    monkeypatch.setattr(fold, "LINE", 1)
+    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
 
 
 def extend_in_pieces(state, inputs, cuts, inplace):
@@ -103,11 +104,11 @@ def test_a_padded_turn_in_the_middle_of_a_fold(schedule):
 
 
 def test_few_tokens_touch_few_entries():
-    mask = smat.SMatMask(4096, 4, 64, boundary=smat.window(1024))
+    mask = smat.SMatMask(4096, 4, 64, boundary=smat.schedules.window(1024))
     inputs = make_case(mask, 40, batch=1)
     _, state = empty_for(mask, inputs).extend(**inputs)
     assert mask.geometry.num_profiles > 80
-    touched = (state.tensors["profile_epoch"] >= 0).sum(-1)
+    touched = (state.tensors["profile_table"] != 0).flatten(-2).any(-1).sum(-1)
     assert touched[0].tolist() == [[40, 40]]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smat
-from tests.ops.comparison import make_inputs
+from tests.ops.smat.comparison import make_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
@@ -69,7 +69,16 @@ def test_gates(name):
     complaint(name, "torch.int64", **{name: torch.zeros(2, T, HEADS).long()})
 
 
-@pytest.mark.parametrize("value", [0.25, float("inf"), float("nan")])
+def test_a_gate_that_is_no_number_gives_no_number_and_no_error():
+    """A training step with a loss scale that is too large must be skipped, not crash."""
+    gates = torch.zeros(2, T, HEADS)
+    gates[1, 3, 0] = torch.nan
+    out, _ = smat.smat_attention(**INPUTS, mask=MASK, log_decay=gates)
+    assert out[1, 3:, 0].isnan().all()
+    assert out[0].isfinite().all()
+
+
+@pytest.mark.parametrize("value", [0.25, float("inf")])
 def test_log_decay_must_not_be_positive(value):
     gates = torch.zeros(2, T, HEADS)
     gates[1, 3, 0] = value

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import smat
-from tests.ops.comparison import make_inputs, mild_gates, relative_rms
+from tests.ops.smat.comparison import make_inputs, mild_gates, relative_rms
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
@@ -52,7 +52,15 @@ def attend_by_terms(inputs, mask, normalize=True, routing=None):
 
 
 @pytest.mark.parametrize(
-    "boundary", [None, smat.none(), smat.kept(5), smat.doubling(), smat.window(3)], ids=str
+    "boundary",
+    [
+        None,
+        smat.schedules.none(),
+        smat.schedules.kept(5),
+        smat.schedules.doubling(),
+        smat.schedules.window(3),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("vc_dim", [1, 2, 3, 4])
 def test_equals_the_sum_over_keys(boundary, vc_dim):
@@ -65,7 +73,7 @@ def test_equals_the_sum_over_keys(boundary, vc_dim):
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("gate_heads", [2, 4])
 def test_equals_the_gated_sum_over_keys(normalize, gate_heads):
-    mask = smat.SMatMask(16, 3, 2, field_size=3, boundary=smat.window(4))
+    mask = smat.SMatMask(16, 3, 2, field_size=3, boundary=smat.schedules.window(4))
     inputs = make_inputs(16, group=2, key_dim=2, value_dim=2)
     shape = (2, 16, gate_heads)
     generator = torch.Generator().manual_seed(0)
