@@ -1,4 +1,4 @@
-"""Recurrent backbones one token at a time: the oracle of the chunked forms (extension appendix).
+"""The delta rule and its transports one token at a time: the oracle of the chunked form.
 
 Plain loops, any dtype, nothing but torch; slow on purpose, so that each line can be read against
 its formula. Layouts are those of the fast paths: q, k (B, T, H, K), v (B, T, H, V), gates
@@ -9,31 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def decay_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    initial_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Step S = e^g S + k v', o = scale S' q.
-
-    >>> ones = torch.ones(1, 3, 1, 1)
-    >>> decay_reference(ones, ones, ones)[0].flatten()
-    tensor([1., 2., 3.])
-    """
-    state = _zero_state(k, v) if initial_state is None else initial_state
-    outputs = []
-    for t in range(k.shape[1]):
-        if log_decay is not None:
-            state = log_decay[:, t].exp()[..., None, None] * state
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outputs, 1), state
 
 
 def delta_rule_reference(
@@ -53,7 +28,7 @@ def delta_rule_reference(
     tensor([3., 5.])
     """
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    state = _zero_state(k, v) if initial_state is None else initial_state
+    state = zero_state(k, v) if initial_state is None else initial_state
     outputs = []
     for t in range(k.shape[1]):
         state = transition_reference(k, beta, log_decay, t) @ state
@@ -127,7 +102,7 @@ def profile_memory_reference(
     >>> table.flatten()
     tensor([0.2500, 0.5000, 0.0000])
     """
-    table = _zero_state(k, v).unsqueeze(2).repeat(1, 1, num_profiles, 1, 1)
+    table = zero_state(k, v).unsqueeze(2).repeat(1, 1, num_profiles, 1, 1)
     for t in range(k.shape[1]):
         table = transition_reference(k, beta, log_decay, t).unsqueeze(2) @ table
         chosen = torch.nn.functional.one_hot(profile[:, t], num_profiles).to(k.dtype)
@@ -136,42 +111,6 @@ def profile_memory_reference(
     return table
 
 
-def log_linear_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    level_weights: Tensor,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-) -> Tensor:
-    """Keep one state a written token and weigh its read by the level of the pair.
-
-    Levels are bit_length(t XOR s), the last of `level_weights` (B, T, H, L) serving all above it.
-    Without `beta` a transition is e^g, with it e^g (I - beta k k') and a write beta k v'.
-
-    >>> ones, weights = torch.ones(1, 3, 1, 1), torch.tensor([1.0, 10.0, 100.0]).expand(1, 3, 1, 3)
-    >>> log_linear_reference(ones, ones, ones, weights).flatten()  # t=2: own 1, level 2 twice
-    tensor([  1.,  11., 201.])
-    """
-    written: list[Tensor] = []
-    outputs = []
-    for t in range(k.shape[1]):
-        if beta is not None:
-            step = transition_reference(k, beta, log_decay, t)
-            written = [step @ state for state in written]
-        elif log_decay is not None:
-            written = [log_decay[:, t].exp()[..., None, None] * state for state in written]
-        key = k[:, t] if beta is None else beta[:, t, :, None] * k[:, t]
-        written.append(torch.einsum("bhk,bhv->bhkv", key, v[:, t]))
-        total = _zero_state(k, v)
-        for s, state in enumerate(written):
-            level = min((t ^ s).bit_length(), level_weights.shape[-1] - 1)
-            total = total + level_weights[:, t, :, level, None, None] * state
-        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], total))
-    return torch.stack(outputs, 1)
-
-
-def _zero_state(k: Tensor, v: Tensor) -> Tensor:
+def zero_state(k: Tensor, v: Tensor) -> Tensor:
+    """Begin with nothing: (B, H, K, V)."""
     return k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.decay import LogDecay
-from smat.ops.delta_rule import check_shapes
-from smat.ops.log_linear_ops import log_linear
-from smat.ops.transport import transport_keys
-from smat.ops.wy import compute_dtype
+from smat.ops.decay import FORGETS
+from smat.ops.delta_rule.chunks import check_shapes, compute_dtype
+from smat.ops.delta_rule.transport import transport_keys
+from smat.ops.log_linear.tree import log_linear
 
 
 class LogLinearState(NamedTuple):
@@ -68,14 +68,12 @@ def log_linear_attention(
     """
     _check(q, k, v, level_weights, log_decay, None, chunk_size)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
-    out = log_linear(q, k, v, level_weights, gates, None, scale, chunk_size)
+    out = log_linear(q, k, v, level_weights, gates, scale=scale, chunk_size=chunk_size)
     if not output_final_state:
         return out, None
-    dtype = compute_dtype(k, v)
-    counts = torch.arange(k.shape[1], device=k.device) + 1
-    decay = LogDecay(gates.transpose(1, 2).flatten(0, 1)).between(counts[-1:], counts, dtype)
-    decay = decay.view(k.shape[0], k.shape[2], -1).mT.unsqueeze(-1)
-    return out, _final_state(k * decay, v, level_weights, lengths)
+    later = F.pad(gates[:, 1:].double().clamp(min=FORGETS), (0, 0, 0, 1))
+    decay = later.flip(1).cumsum(1).flip(1).exp().to(compute_dtype(k, v))
+    return out, _final_state(k * decay.unsqueeze(-1), v, level_weights, lengths)
 
 
 def log_linear_delta_rule(
@@ -105,7 +103,7 @@ def log_linear_delta_rule(
     """
     _check(q, k, v, level_weights, log_decay, beta, chunk_size)
     gates = torch.zeros_like(beta) if log_decay is None else log_decay
-    out = log_linear(q, k, v, level_weights, gates, beta, scale, chunk_size)
+    out = log_linear(q, k, v, level_weights, gates, beta, scale=scale, chunk_size=chunk_size)
     if not output_final_state:
         return out, None
     dtype = compute_dtype(k, v)
@@ -153,8 +151,8 @@ def log_linear_step(
     out = torch.einsum("bhk,bhkv->bhv", query, seen)
 
     bits = state.num_tokens.unsqueeze(-1) >> torch.arange(num_buckets - 1, device=q.device) & 1
-    carried = torch.nn.functional.pad(bits.cumprod(-1), (0, 1)).to(dtype)
-    landing = torch.nn.functional.one_hot(carried.sum(-1).long(), num_buckets).to(dtype)
+    carried = F.pad(bits.cumprod(-1), (0, 1)).to(dtype)
+    landing = F.one_hot(carried.sum(-1).long(), num_buckets).to(dtype)
     carry = own + torch.einsum("bl,bhlkv->bhkv", carried, buckets)
     kept = buckets * (1 - carried)[:, None, :, None, None]
     buckets = kept + torch.einsum("bl,bhkv->bhlkv", landing, carry)

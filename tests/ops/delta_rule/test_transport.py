@@ -7,14 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smat.ops.delta_rule import delta_rule
-from smat.ops.recurrent_reference import (
+from smat.ops.delta_rule import (
+    delta_rule,
     delta_rule_reference,
+    delta_rule_step,
     profile_memory_reference,
+    transport_keys,
     transport_keys_reference,
+    transport_queries,
     transport_queries_reference,
 )
-from smat.ops.transport import transport_keys, transport_queries, transport_query_step
 
 
 def make_inputs(seq_len, *, heads=2, key_dim=5, dtype=torch.float64, seed=0):
@@ -153,9 +155,10 @@ def test_queries_may_be_continued_token_by_token():
         **middle, initial_transition=transition, output_final_transition=True, chunk_size=4
     )
     outputs = [first, second]
+    nothing = torch.zeros(2, 2, 5, dtype=torch.float64)
     for t in range(14, 20):
         token = {n: x[:, t] for n, x in inputs.items()}
-        query, transition = transport_query_step(**token, transition=transition)
+        query, transition = delta_rule_step(**token, v=nothing, state=transition)
         outputs.append(query.unsqueeze(1))
     torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=0, atol=1e-13)
     torch.testing.assert_close(transition, product, rtol=0, atol=1e-13)
@@ -185,6 +188,8 @@ def test_idle_tokens_transport_nothing_and_write_nothing():
     assert (keys[:, 5:8] == 0).all()
 
 
+# torch.compile itself makes an object of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_whole_and_for_any_length():
     def loss(q, k, beta, log_decay):
         keys = transport_keys(k, beta, log_decay, chunk_size=16)

@@ -1,0 +1,18 @@
+"""Log-linear attention with scalar decay and with delta-rule transitions."""
+
+from smat.ops.log_linear.log_linear import (
+    LogLinearState,
+    log_linear_attention,
+    log_linear_delta_rule,
+    log_linear_step,
+)
+from smat.ops.log_linear.reference import decay_reference, log_linear_reference
+
+__all__ = [
+    "LogLinearState",
+    "decay_reference",
+    "log_linear_attention",
+    "log_linear_delta_rule",
+    "log_linear_reference",
+    "log_linear_step",
+]
