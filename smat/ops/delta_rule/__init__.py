@@ -3,7 +3,6 @@
 from smat.ops.delta_rule.delta_rule import delta_rule, delta_rule_step
 from smat.ops.delta_rule.reference import (
     delta_rule_reference,
-    profile_memory_reference,
     transition_reference,
     transport_keys_reference,
     transport_queries_reference,
@@ -14,7 +13,6 @@ __all__ = [
     "delta_rule",
     "delta_rule_reference",
     "delta_rule_step",
-    "profile_memory_reference",
     "transition_reference",
     "transport_keys",
     "transport_keys_reference",

@@ -14,32 +14,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.library import CustomOpDef
 
 from smat.ops.decay import FORGETS, LogDecay
 
 TILES_AT_ONCE = 64  # enough for batched products on all cores, few enough to stay in cache
 SUBSTITUTED_SIZE = 8
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-Operator = Callable[..., list[Tensor]]  # (tensors, scale, chunk_size)
-
-
-def full_precision(kernel: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Keep autocast out of a kernel of tensors, which chooses its own precision."""
-
-    @wraps(kernel)
-    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        tensors: Any = args[0]
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            return kernel(*args, **kwargs)
-
-    return run
+Kernel = Callable[..., list[Tensor]]  # (tensors, scale, chunk_size)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -51,9 +38,14 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def check_shapes(
-    q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None, chunk_size: int
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor | None,
+    log_decay: Tensor | None,
+    chunk_size: int,
+    **by_token: Tensor,
 ) -> None:
-    """Refuse queries, keys and gates that do not belong together."""
+    """Refuse queries, keys, gates and other inputs (B, T, H, .) that do not belong together."""
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"q and k must both be (B, T, H, K), not {(*q.shape,)} and {(*k.shape,)}")
     if k.shape[1] < 1:
@@ -61,6 +53,10 @@ def check_shapes(
     for name, gate in (("beta", beta), ("log_decay", log_decay)):
         if gate is not None and gate.shape != k.shape[:3]:
             raise ValueError(f"{name} must be (B, T, H) = {(*k.shape[:3],)}, not {(*gate.shape,)}")
+    for name, x in by_token.items():
+        if x.ndim != 4 or x.shape[:3] != k.shape[:3] or x.shape[3] < 1:
+            expected = ", ".join(map(str, k.shape[:3]))
+            raise ValueError(f"{name} must be (B, T, H, .) = ({expected}, .), not {(*x.shape,)}")
     if chunk_size < 2 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of two from 2 on, not {chunk_size}")
 
@@ -224,56 +220,75 @@ def wy_products(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor
     )
 
 
+def register_operator(name: str) -> Callable[[Kernel], CustomOpDef]:
+    """Make a function of tensors (B, ...) and settings an operator that compilers do not look into.
+
+    It chooses its own precision, whatever autocast says, and `vmap` runs it as a larger batch.
+    """
+
+    def register(kernel: Kernel) -> CustomOpDef:
+        @wraps(kernel)
+        def run(tensors: Sequence[Tensor], *settings: Any) -> list[Tensor]:
+            with torch.autocast(tensors[0].device.type, enabled=False):
+                return kernel(tensors, *settings)
+
+        def over_batch(info: Any, in_dims: Any, tensors: Sequence[Tensor], *settings: Any) -> Any:
+            size = info.batch_size
+            folded = [
+                (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+                for x, dim in zip(tensors, in_dims[0], strict=True)
+            ]
+            found = [x.unflatten(0, (size, len(x) // size)) for x in made(folded, *settings)]
+            return found, [0] * len(found)
+
+        made = torch.library.custom_op(name, run, mutates_args=())
+        made.register_vmap(over_batch)
+        return made
+
+    return register
+
+
 class Recomputed(torch.autograd.Function):
     """Call an operator whose gradients another one finds; the last output is kept for that one.
 
     Both take a list of tensors (B, ...), the second the inputs, what was kept, and the gradients of
-    the other outputs. Who differentiates gradients is told that this is not known.
+    the other outputs. Its own gradients (`backward` None) are not known.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        operator: Operator, backward: Operator | None, scale: float, chunk_size: int, *given: Tensor
+        kernel: Kernel, backward: CustomOpDef | None, scale: float, chunk_size: int, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(operator(list(given), scale, chunk_size))
+        return tuple(kernel(list(given), scale, chunk_size))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.operator, ctx.find_gradients, ctx.scale, ctx.chunk_size, *given = inputs
-        if ctx.find_gradients is not None:
+        ctx.operator, ctx.scale, ctx.chunk_size, *given = inputs[1:]
+        if ctx.operator is not None:
             ctx.save_for_backward(*given, output[-1])
             ctx.mark_non_differentiable(output[-1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.find_gradients is None:
-            raise NotImplementedError(f"the derivatives of {ctx.operator} are not implemented")
-        given = (*ctx.saved_tensors, *grads[:-1])
-        found = recomputed(ctx.find_gradients, None, ctx.scale, ctx.chunk_size, *given)
+        if ctx.operator is None:
+            raise NotImplementedError("second derivatives of recurrent operators are not known")
+        tensors = (*ctx.saved_tensors, *grads[:-1])
+        found = find_gradients(ctx.operator, ctx.scale, ctx.chunk_size, *tensors)
         return None, None, None, None, *found
 
 
-def recomputed(
-    operator: Operator, backward: Operator | None, scale: float, chunk_size: int, *given: Tensor
+def find_gradients(
+    operator: CustomOpDef, scale: float, chunk_size: int, *tensors: Tensor
 ) -> tuple[Tensor, ...]:
-    """Apply `Recomputed`; a compiler does not look into gradients, and takes the operator."""
-    if backward is None and torch.compiler.is_compiling():
-        return tuple(operator(list(given), scale, chunk_size))
-    return Recomputed.apply(operator, backward, scale, chunk_size, *given)  # type: ignore[no-untyped-call]
+    """Call an operator that differentiates, as one only where it has to be one.
 
-
-def over_batch(operator: Operator) -> Callable[..., Any]:
-    """Make the rule by which `vmap` runs an operator of tensors (B, ...): as a larger batch."""
-
-    def rule(info: Any, in_dims: Any, tensors: Sequence[Tensor], *settings: Any) -> Any:
-        size = info.batch_size
-        folded = [
-            (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-            for x, dim in zip(tensors, in_dims[0], strict=True)
-        ]
-        found = [x.unflatten(0, (size, len(x) // size)) for x in operator(folded, *settings)]
-        return found, [0] * len(found)
-
-    return rule
+    Compilers do not look into gradients. Without transforms like `vmap` the function inside is
+    called, so that modes which watch every product, as a counter of operations, see them.
+    """
+    if torch.compiler.is_compiling():
+        return tuple(operator(list(tensors), scale, chunk_size))
+    is_transformed = torch._C._are_functorch_transforms_active()
+    function = operator if is_transformed else operator._init_fn
+    return Recomputed.apply(function, None, scale, chunk_size, *tensors)  # type: ignore[no-untyped-call]

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from smat.ops.delta_rule.chunks import (
+    Recomputed,
     check_gates,
     check_shapes,
     chunks_at_once,
     compute_dtype,
-    full_precision,
-    over_batch,
     pack,
-    recomputed,
+    register_operator,
     token_ranges,
     unpack,
     wy_products,
@@ -58,9 +57,7 @@ def delta_rule(
 
     The paper's a_t is exp(log_decay), r is K, A_t the transition of S above.
     """
-    check_shapes(q, k, beta, log_decay, chunk_size)
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v must be (B, T, H, V) with k's B, T, H: {(*v.shape,)} / {(*k.shape,)}")
+    check_shapes(q, k, beta, log_decay, chunk_size, v=v)
     expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != expected:
         raise ValueError(f"initial_state must be {expected}, not {(*initial_state.shape,)}")
@@ -119,19 +116,21 @@ def run_delta_rule(
         chunk_size = min(chunk_size, SHORT_CHUNK)
     given = (q, k, values, beta, gates, initial_state)
     if torch.is_grad_enabled():
-        out, state, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
+        out, state, _ = Recomputed.apply(  # type: ignore[no-untyped-call]
+            _forward, _backward, scale, chunk_size, *given
+        )
     else:
-        out, state, _ = _forward(list(given), scale, chunk_size, keep_states=False)
+        out, state, _ = _forward(list(given), scale, chunk_size, False)
     return out, state
 
 
 def _run_chunks(
+    state: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     beta: Tensor,
     log_decay: Tensor,
-    state: Tensor,
     *,
     scale: float,
     chunk_size: int,
@@ -153,8 +152,7 @@ def _run_chunks(
     return out, running.view(state.shape)
 
 
-@torch.library.custom_op("smat::delta_rule", mutates_args=())
-@full_precision
+@register_operator("smat::delta_rule")
 def _forward(
     given: Sequence[Tensor], scale: float, chunk_size: int, keep_states: bool = True
 ) -> list[Tensor]:
@@ -168,29 +166,26 @@ def _forward(
     for tokens in token_ranges(k, chunk_size):
         if keep_states:
             starts.append(state)
-        out[:, tokens], state = run(*(x[:, tokens] for x in by_token), state)
+        out[:, tokens], state = run(state, *(x[:, tokens] for x in by_token))
     return [out, state, torch.stack(starts, 1) if starts else state.new_empty(len(k), 0)]
 
 
-@torch.library.custom_op("smat::delta_rule_backward", mutates_args=())
-@full_precision
+@register_operator("smat::delta_rule_backward")
 def _backward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     *by_token, initial_state, starts, grad_out, grad_state = given
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in by_token]
     run = partial(_run_chunks, scale=scale, chunk_size=chunk_size)
     ranges = token_ranges(by_token[1], chunk_size)
     for tokens, start in reversed(list(zip(ranges, starts.unbind(1), strict=True))):
-        pull = torch.func.vjp(run, *(x[:, tokens] for x in by_token), start)[1]
-        *found, grad_state = pull((grad_out[:, tokens], grad_state))
+        pull = torch.func.vjp(run, start, *(x[:, tokens] for x in by_token))[1]
+        grad_state, *found = pull((grad_out[:, tokens], grad_state))
         for grad, some in zip(grads, found, strict=True):
             grad[:, tokens] = some
     return [*grads, grad_state.to(initial_state.dtype, copy=True)]
 
 
 @_forward.register_fake
-def _(
-    given: Sequence[Tensor], scale: float, chunk_size: int, keep_states: bool = True
-) -> list[Tensor]:
+def _(given: Sequence[Tensor], scale: float, chunk_size: int, keep: bool = True) -> list[Tensor]:
     k, v, initial_state = given[1], given[2], given[5]
     dtype = compute_dtype(*given[:3], initial_state)
     value_dim = initial_state.shape[-1]
@@ -198,14 +193,10 @@ def _(
     state = torch.empty_like(initial_state, dtype=dtype, memory_format=torch.contiguous_format)
     size = chunk_size * chunks_at_once(k)
     num_kept = (k.shape[1] + size - 1) // size
-    kept = (len(k), num_kept, *initial_state.shape[1:]) if keep_states else (len(k), 0)
+    kept = (len(k), num_kept, *initial_state.shape[1:]) if keep else (len(k), 0)
     return [out, state, state.new_empty(kept)]
 
 
 @_backward.register_fake
 def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:6]]
-
-
-_forward.register_vmap(over_batch(_forward))
-_backward.register_vmap(over_batch(_backward))

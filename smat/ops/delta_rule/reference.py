@@ -86,31 +86,6 @@ def transport_queries_reference(
     return torch.stack(outputs, 1), product
 
 
-def profile_memory_reference(
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None,
-    profile: Tensor,
-    num_profiles: int,
-) -> Tensor:
-    """Step every profile by A_j and let the chosen one receive beta_j k_j v_j', (B, H, P, K, V).
-
-    >>> k = torch.ones(1, 2, 1, 1)
-    >>> which = torch.tensor([0, 1]).view(1, 2, 1)
-    >>> table = profile_memory_reference(k, k, torch.full((1, 2, 1), 0.5), None, which, 3)
-    >>> table.flatten()
-    tensor([0.2500, 0.5000, 0.0000])
-    """
-    table = zero_state(k, v).unsqueeze(2).repeat(1, 1, num_profiles, 1, 1)
-    for t in range(k.shape[1]):
-        table = transition_reference(k, beta, log_decay, t).unsqueeze(2) @ table
-        chosen = torch.nn.functional.one_hot(profile[:, t], num_profiles).to(k.dtype)
-        write = beta[:, t, :, None] * k[:, t]
-        table = table + torch.einsum("bhp,bhk,bhv->bhpkv", chosen, write, v[:, t])
-    return table
-
-
 def zero_state(k: Tensor, v: Tensor) -> Tensor:
     """Begin with nothing: (B, H, K, V)."""
     return k.new_zeros(k.shape[0], k.shape[2], k.shape[3], v.shape[3])

@@ -66,7 +66,7 @@ def log_linear_attention(
     The final state is that of rows of `lengths` (B,) tokens if given: what follows them must be
     idle, with log_decay 0 (and beta 0).
     """
-    _check(q, k, v, level_weights, log_decay, None, chunk_size)
+    check_shapes(q, k, None, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
     out = log_linear(q, k, v, level_weights, gates, scale=scale, chunk_size=chunk_size)
     if not output_final_state:
@@ -101,7 +101,7 @@ def log_linear_delta_rule(
 
     Shapes as for `log_linear_attention`, beta (B, T, H).
     """
-    _check(q, k, v, level_weights, log_decay, beta, chunk_size)
+    check_shapes(q, k, beta, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = torch.zeros_like(beta) if log_decay is None else log_decay
     out = log_linear(q, k, v, level_weights, gates, beta, scale=scale, chunk_size=chunk_size)
     if not output_final_state:
@@ -184,21 +184,3 @@ def _final_state(
         stop = start
     counts = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
     return LogLinearState(torch.stack(buckets, 2), counts)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    level_weights: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    chunk_size: int,
-) -> None:
-    gate = k[..., 0] if beta is None else beta
-    check_shapes(q, k, gate, log_decay, chunk_size)
-    for name, x in (("v", v), ("level_weights", level_weights)):
-        if x.ndim != 4 or x.shape[:3] != k.shape[:3] or x.shape[3] < 1:
-            raise ValueError(
-                f"{name} must be (B, T, H, .) with k's B, T, H: {(*x.shape,)} / {(*k.shape,)}"
-            )

@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.ops.delta_rule.chunks import (
+    Recomputed,
     check_gates,
     chunk_decay,
     compute_dtype,
-    full_precision,
-    over_batch,
     pack,
-    recomputed,
+    register_operator,
     token_ranges,
     unpack,
     wy_products,
@@ -35,8 +34,11 @@ from smat.ops.delta_rule.chunks import (
 
 
 def log_linear(*given: Tensor, scale: float, chunk_size: int) -> Tensor:
-    """Attend for q, k, v, level_weights, log_decay, and with delta-rule transitions if beta is given."""
-    return recomputed(_forward, _backward, scale, chunk_size, *given)[0]
+    """Attend for q, k, v, level_weights, log_decay, and beta for the delta rule."""
+    out, _ = Recomputed.apply(  # type: ignore[no-untyped-call]
+        _forward, _backward, scale, chunk_size, *given
+    )
+    return out
 
 
 def level_table(chunk_size: int, num_levels: int, like: Tensor) -> Tensor:
@@ -233,8 +235,7 @@ def _run_chunks(*given: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, 
     return outputs_within(chunks, tree[-1]), *tree
 
 
-@torch.library.custom_op("smat::log_linear", mutates_args=())
-@full_precision
+@register_operator("smat::log_linear")
 def _forward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     check_gates(given[4])
     run = partial(_run_chunks, scale=scale, chunk_size=chunk_size)
@@ -245,8 +246,7 @@ def _forward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Ten
     return [unpack(y, given[2]).contiguous(), y.new_empty(len(given[2]), 0)]
 
 
-@torch.library.custom_op("smat::log_linear_backward", mutates_args=())
-@full_precision
+@register_operator("smat::log_linear_backward")
 def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     """Build the tree again, carry gradients down it, and run a few chunks again at a time."""
     *given, _, grad = tensors
@@ -275,7 +275,3 @@ def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
 @_backward.register_fake
 def _(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:-2]]
-
-
-_forward.register_vmap(over_batch(_forward))
-_backward.register_vmap(over_batch(_backward))

@@ -11,7 +11,7 @@ from smat.ops.delta_rule import (
     delta_rule,
     delta_rule_reference,
     delta_rule_step,
-    profile_memory_reference,
+    transition_reference,
     transport_keys,
     transport_keys_reference,
     transport_queries,
@@ -111,6 +111,17 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(queries, (*inputs.values(), start))
 
 
+def step_every_profile(k, v, beta, log_decay, profile, num_profiles):
+    """Step every profile by A_j and let the chosen one receive beta_j k_j v_j', (B, H, P, K, V)."""
+    table = k.new_zeros(len(k), k.shape[2], num_profiles, k.shape[3], v.shape[3])
+    for t in range(k.shape[1]):
+        table = transition_reference(k, beta, log_decay, t).unsqueeze(2) @ table
+        chosen = torch.nn.functional.one_hot(profile[:, t], num_profiles).to(k.dtype)
+        write = beta[:, t, :, None] * k[:, t]
+        table = table + torch.einsum("bhp,bhk,bhv->bhpkv", chosen, write, v[:, t])
+    return table
+
+
 @pytest.mark.parametrize("with_decay", [True, False])
 def test_pooled_keys_are_the_memory_whose_every_profile_is_stepped(with_decay):
     num_profiles = 4
@@ -120,7 +131,7 @@ def test_pooled_keys_are_the_memory_whose_every_profile_is_stepped(with_decay):
     given = {name: inputs[name] for name in ("k", "beta", "log_decay")}
     if not with_decay:
         given["log_decay"] = None
-    expected = profile_memory_reference(v=v, profile=profile, num_profiles=num_profiles, **given)
+    expected = step_every_profile(v=v, profile=profile, num_profiles=num_profiles, **given)
     keys = transport_keys(**given, chunk_size=8)
     chosen = torch.nn.functional.one_hot(profile, num_profiles).to(v)
     table = torch.einsum("bthp,bthk,bthv->bhpkv", chosen, keys, v)

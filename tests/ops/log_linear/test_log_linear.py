@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
 from smat.ops.delta_rule import chunks, delta_rule
 from smat.ops.log_linear import (
@@ -320,6 +321,65 @@ def test_with_all_weights_one_it_equals_simple_gla():
     )
     assert error(found, expected) <= 1e-5
     assert error(state.buckets.sum(2), last) <= 1e-5
+
+
+@each_form
+def test_transforms_of_torch_func(form):
+    inputs = {n: x.detach() for n, x in make_inputs(form, 10, levels=4).items()}
+
+    def loss(given):
+        return FORMS[form](**given, chunk_size=4)[0].square().sum()
+
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    expected = dict(zip(leaves, torch.autograd.grad(loss(leaves), leaves.values()), strict=True))
+    found = torch.func.grad(loss)(inputs)
+    stacked = {n: torch.stack([x / 2, x]) for n, x in inputs.items()}
+    per_sample = torch.vmap(torch.func.grad(loss))(stacked)
+    of_all = torch.func.grad(lambda given: torch.vmap(loss)(given).sum())(stacked)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad)
+        torch.testing.assert_close(per_sample[name][1], grad)
+        torch.testing.assert_close(of_all[name][1], grad)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(loss)(stacked)[1], loss(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@each_form
+def test_what_has_no_derivative_says_so(form):
+    inputs = make_inputs(form, 10, levels=4)
+
+    def loss(q):
+        return FORMS[form](**{**inputs, "q": q}, chunk_size=4)[0].square().sum()
+
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(loss, (inputs["q"],), (inputs["q"],))
+    (grad,) = torch.autograd.grad(loss(inputs["q"]), inputs["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        grad.sum().backward()
+
+
+@each_form
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so_and_nothing_raises(form, value):
+    for name in make_inputs(form, 10, levels=4):
+        inputs = make_inputs(form, 10, levels=4)
+        if name == "log_decay" and not math.isnan(value):
+            continue  # -inf forgets, inf is refused
+        inputs[name].data[0, 5] = value
+        out, _ = FORMS[form](**inputs, chunk_size=4)
+        grads = torch.autograd.grad(out.sum(), list(inputs.values()))
+        assert not out.isfinite().all(), name
+        assert not all(x.isfinite().all() for x in grads), name
+        assert out[1:].isfinite().all(), name
+
+
+@each_form
+def test_a_counter_of_operations_sees_the_gradients(form):
+    inputs = make_inputs(form, 10, levels=4)
+    with FlopCounterMode(display=False) as counter:
+        FORMS[form](**inputs, chunk_size=4)[0].sum().backward()
+    assert counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize(
