@@ -6,15 +6,17 @@ With A_t = a_t (I - beta_t k_t k_t') and gamma the running log decay inside a ch
     (I + L) U = diag(beta) (V - diag(exp gamma) K S_0),
     L_ij = beta_i exp(gamma_i - gamma_j) (k_i . k_j) for i > j,
 
-so that one triangular inverse a chunk replaces c products of r x r matrices. Everything here is a
-differentiable function of plain tensors; the operators differentiate some chunks at a time.
+so that one triangular inverse a chunk replaces c products of r x r matrices, and the product of
+the chunk's transitions is  M = exp(gamma_c) I - K_out' (I + L)^-1 diag(beta) K_in  with
+K_in = diag(exp gamma) K and K_out = diag(exp(gamma_c - gamma)) K. Gradients are written out: with
+autograd they take half as long again, and keep every tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -68,112 +70,74 @@ def check_gates(log_decay: Tensor) -> None:
         raise ValueError(f"log_decay must be <= 0 everywhere, but its largest value is {largest}")
 
 
-def chunks_at_once(k: Tensor) -> int:
-    """Count the chunks whose tiles are worked together, for keys (B, T, H, K)."""
-    return max(1, TILES_AT_ONCE // (k.shape[0] * k.shape[2]))
-
-
 def token_ranges(k: Tensor, chunk_size: int) -> list[slice]:
     """Cut the tokens of keys (B, T, H, K) into ranges of chunks that are worked together."""
-    size = chunk_size * chunks_at_once(k)
+    size = chunk_size * max(1, TILES_AT_ONCE // (k.shape[0] * k.shape[2]))
     return [slice(start, start + size) for start in range(0, k.shape[1], size)]
 
 
 def pack(x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
-    """(B, T, H, f) -> (B H, chunks, c, f), zeros behind the last token."""
+    """(B, T, H, f) -> fresh tiles (chunks B H, c, f), zeros behind the last token."""
     batch, seq_len, heads, width = x.shape
-    tokens = x.transpose(1, 2).to(dtype)
     num_chunks = -(-seq_len // chunk_size)
-    tokens = F.pad(tokens, (0, 0, 0, num_chunks * chunk_size - seq_len)).contiguous()
-    return tokens.view(batch * heads, num_chunks, chunk_size, width)
+    tiles = x.new_empty(num_chunks, batch, heads, chunk_size, width, dtype=dtype)
+    whole = F.pad(x, (0, 0, 0, 0, 0, num_chunks * chunk_size - seq_len))
+    tiles.copy_(whole.unflatten(1, (num_chunks, chunk_size)).permute(1, 0, 3, 2, 4))
+    return tiles.flatten(0, 2)
 
 
-def unpack(tiles: Tensor, like: Tensor) -> Tensor:
-    """(B H, chunks, c, f) -> (B, T, H, f), with the batch, length, heads and dtype of `like`."""
-    batch, seq_len, heads = like.shape[:3]
-    x = tiles.reshape(batch, heads, -1, tiles.shape[-1])[:, :, :seq_len]
-    return x.transpose(1, 2).to(like.dtype)
-
-
-class ChunkDecay(torch.autograd.Function):
-    """Decay between all pairs of a chunk, since its start and until its end, from gates (..., c).
-
-    Shapes (..., c, c), (..., c, 1) twice. A gate's gradient is a sum over the pairs it lies
-    between, without the diagonal, which no gate can change.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        decay = LogDecay(log_decay.reshape(-1, log_decay.shape[-1]))
-        counts = torch.arange(1, log_decay.shape[-1] + 1, device=log_decay.device)
-        found = (
-            decay.triangle(counts, dtype),
-            decay.between(counts, torch.zeros_like(counts), dtype).unsqueeze(-1),
-            decay.between(counts[-1:], counts, dtype).unsqueeze(-1),
-        )
-        inside, since_start, until_end = (x.reshape(*log_decay.shape, -1) for x in found)
-        return inside, since_start, until_end
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(inputs[0], *output)
-
-    @staticmethod
-    def backward(
-        ctx: Any, grad_inside: Tensor, grad_start: Tensor, grad_end: Tensor
-    ) -> tuple[Tensor, None]:
-        log_decay, inside, since_start, until_end = ctx.saved_tensors
-        pairs = (grad_inside * inside).tril(-1)
-        to_end = (grad_end * until_end).squeeze(-1)
-        flow = pairs.sum(-1) - pairs.sum(-2) + (grad_start * since_start).squeeze(-1) - to_end
-        flow[..., -1] += to_end.sum(-1)
-        grad = flow.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1)
-        return torch.where(log_decay <= FORGETS, 0.0, grad).to(log_decay.dtype), None
+def unpack(tiles: Tensor, to: Tensor) -> None:
+    """Write tiles (chunks B H, c, f) to (B, T, H, f)."""
+    batch, seq_len, heads, _ = to.shape
+    chunks = tiles.unflatten(0, (-1, batch, heads)).permute(1, 0, 3, 2, 4)
+    to.copy_(chunks.flatten(1, 2)[:, :seq_len])
 
 
 def chunk_decay(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply `ChunkDecay` to gates (..., c, 1)."""
-    return ChunkDecay.apply(log_decay.squeeze(-1), dtype)  # type: ignore[no-untyped-call]
+    """Find the decay between all pairs of a chunk, since its start and until its end.
+
+    (N, c) -> (N, c, c), (N, c, 1), (N, c, 1).
+    """
+    decay = LogDecay(log_decay)
+    counts = torch.arange(1, log_decay.shape[1] + 1, device=log_decay.device)
+    since_start = decay.between(counts, torch.zeros_like(counts), dtype).unsqueeze(-1)
+    until_end = decay.between(counts[-1:], counts, dtype).unsqueeze(-1)
+    return decay.triangle(counts, dtype), since_start, until_end
 
 
-class UnitLowerInverse(torch.autograd.Function):
-    """Invert I + strict lower part of (..., c, c), c a power of two; the upper part is not read.
+def grad_of_gates(log_decay: Tensor, pairs: Tensor, since: Tensor, until: Tensor) -> Tensor:
+    """Find the gradient of gates (N, c) from those of `chunk_decay`, each times the decay itself.
+
+    A gate's gradient is a sum over the pairs it lies between. The diagonal, which no gate can
+    change, is left out: it would cancel only up to rounding.
+    """
+    pairs = pairs.tril(-1)
+    until[:, -1] = 0
+    flow = (pairs.sum(-1) - pairs.sum(-2)).add_(since).sub_(until)
+    flow[:, -1] += until.sum(-1)
+    grad = flow.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(flow.dtype)
+    return torch.where(log_decay <= FORGETS, 0.0, grad).unsqueeze(-1)
+
+
+def unit_lower_inverse(lower: Tensor) -> Tensor:
+    """Invert I + strict lower part of (N, c, c), c a power of two; the upper part is not read.
 
     Small diagonal squares are solved by substitution, all tiles at once; then they double in size:
     [[X, 0], [Z, Y]]^-1 = [[X^-1, 0], [-Y^-1 Z X^-1, Y^-1]].
     Powers of the matrix would take fewer steps, but with keys alike they grow like binomials.
     """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(lower: Tensor) -> Tensor:
-        shape, size = lower.shape, lower.shape[-1]
-        lower = lower.reshape(-1, size, size)
-        solved = min(size, SUBSTITUTED_SIZE)
-        inverse = torch.zeros_like(lower)
-        inverse.diagonal(dim1=1, dim2=2).fill_(1.0)
-        _substitute(lower, inverse, solved)
-        while solved < size:
-            for start in range(0, size, 2 * solved):
-                upper = slice(start, start + solved)
-                under = slice(start + solved, start + 2 * solved)
-                product = torch.bmm(lower[:, under, upper], inverse[:, upper, upper])
-                inverse[:, under, upper] = torch.bmm(inverse[:, under, under], product).neg_()
-            solved *= 2
-        return inverse.view(shape)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (inverse,) = ctx.saved_tensors
-        found: Tensor = -(inverse.mT @ grad @ inverse.mT).tril(-1)
-        return found
+    size = lower.shape[1]
+    solved = min(size, SUBSTITUTED_SIZE)
+    inverse = torch.zeros_like(lower)
+    inverse.diagonal(dim1=1, dim2=2).fill_(1.0)
+    _substitute(lower, inverse, solved)
+    while solved < size:
+        for start in range(0, size, 2 * solved):
+            upper, under = slice(start, start + solved), slice(start + solved, start + 2 * solved)
+            product = torch.bmm(lower[:, under, upper], inverse[:, upper, upper])
+            inverse[:, under, upper] = torch.bmm(inverse[:, under, under], product).neg_()
+        solved *= 2
+    return inverse
 
 
 def _substitute(lower: Tensor, inverse: Tensor, size: int) -> None:
@@ -190,40 +154,63 @@ def _substitute(lower: Tensor, inverse: Tensor, size: int) -> None:
         target[i, :i] = found[i, :i]
 
 
-class WYProducts(NamedTuple):
-    """Every product of a chunk that needs no state, with K_in = diag(exp gamma) K.
+class WYTiles:
+    """Tiles of queries (scaled), keys, beta and gates with every product that needs no state.
 
-    `reads` is tril(Q K') with decay, `inverse` (I + L)^-1, `written` and `erased` are it times
-    diag(beta) V and diag(beta) K_in. Queries are decayed since the chunk's start, `key_out` until
-    its end; `kept` (..., 1, 1) is what the whole chunk leaves.
+    q, k (N, c, K), beta and log_decay (N, c, 1). `reads` is tril(Q K') with decay, `overlap` K K'
+    with decay (used below its diagonal), `erase` W = (I + L)^-1 diag(beta) K_in.
     """
 
-    reads: Tensor
-    inverse: Tensor
-    written: Tensor
-    erased: Tensor
-    query_in: Tensor
-    key_out: Tensor
-    kept: Tensor
+    def __init__(self, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> None:
+        self.q, self.k, self.beta, self.log_decay = q, k, beta, log_decay.squeeze(-1)
+        self.inside, self.since_start, self.until_end = chunk_decay(self.log_decay, k.dtype)
+        self.reads = torch.bmm(q, k.mT).mul_(self.inside)
+        self.overlap = torch.bmm(k, k.mT).mul_(self.inside)
+        self.inverse = unit_lower_inverse(beta * self.overlap)
+        self.query_in = q * self.since_start
+        self.key_in = k * self.since_start
+        self.key_out = k * self.until_end
+        self.erase = torch.bmm(self.inverse, beta * self.key_in)
+        self.kept = self.since_start[:, -1]
 
+    def transition(self) -> Tensor:
+        """Multiply the chunk's transitions: M, (N, K, K)."""
+        product = torch.bmm(self.key_out.mT, self.erase).neg_()
+        product.diagonal(dim1=1, dim2=2).add_(self.kept)
+        return product
 
-def wy_products(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> WYProducts:
-    """Multiply tiles q, k (..., c, K), v (..., c, V), beta and log_decay (..., c, 1)."""
-    inside, since_start, until_end = chunk_decay(log_decay, k.dtype)
-    reads = (q @ k.mT) * inside
-    lower = beta * ((k @ k.mT) * inside)
-    inverse: Tensor = UnitLowerInverse.apply(lower)  # type: ignore[no-untyped-call]
-    solved = inverse @ (beta * torch.cat([v, k * since_start], -1))
-    written, erased = solved.split([v.shape[-1], k.shape[-1]], -1)
-    return WYProducts(
-        reads, inverse, written, erased, q * since_start, k * until_end, since_start[..., -1:, :]
-    )
+    def backward(
+        self,
+        grad_reads: Tensor,
+        grad_lower: Tensor,
+        grad_query_in: Tensor,
+        grad_key_in: Tensor,
+        grad_key_out: Tensor,
+        grad_kept: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Carry gradients to q (scaled), k, beta and the gates; they are used up.
+
+        `grad_reads` is that of `reads`, `grad_lower` that of L, `grad_kept` (N,) of exp(gamma_c).
+        """
+        pairs = grad_lower.tril_(-1) * self.overlap
+        grad_beta = pairs.sum(-1, keepdim=True)
+        pairs.mul_(self.beta).addcmul_(grad_reads, self.reads)
+        since = (grad_query_in * self.query_in).add_(grad_key_in * self.key_in).sum(-1)
+        since[:, -1] += grad_kept * self.kept.squeeze(-1)
+        until = (grad_key_out * self.key_out).sum(-1)
+        grad_gate = grad_of_gates(self.log_decay, pairs, since, until)
+        grad_reads = grad_reads.mul_(self.inside)
+        grad_overlap = grad_lower.mul_(self.inside).mul_(self.beta)
+        grad_q = grad_query_in.mul_(self.since_start).baddbmm_(grad_reads, self.k)
+        grad_k = grad_key_in.mul_(self.since_start).addcmul_(grad_key_out, self.until_end)
+        grad_k.baddbmm_(grad_overlap + grad_overlap.mT, self.k).baddbmm_(grad_reads.mT, self.q)
+        return grad_q, grad_k, grad_beta, grad_gate
 
 
 def register_operator(name: str) -> Callable[[Kernel], CustomOpDef]:
-    """Make a function of tensors (B, ...) and settings an operator that compilers do not look into.
+    """Make a function of tensors and settings an operator that compilers do not look into.
 
-    It chooses its own precision, whatever autocast says, and `vmap` runs it as a larger batch.
+    It chooses its own precision, whatever autocast says, and `vmap` calls it once for each entry.
     """
 
     def register(kernel: Kernel) -> CustomOpDef:
@@ -232,17 +219,17 @@ def register_operator(name: str) -> Callable[[Kernel], CustomOpDef]:
             with torch.autocast(tensors[0].device.type, enabled=False):
                 return kernel(tensors, *settings)
 
-        def over_batch(info: Any, in_dims: Any, tensors: Sequence[Tensor], *settings: Any) -> Any:
-            size = info.batch_size
-            folded = [
-                (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
-                for x, dim in zip(tensors, in_dims[0], strict=True)
-            ]
-            found = [x.unflatten(0, (size, len(x) // size)) for x in made(folded, *settings)]
-            return found, [0] * len(found)
+        def each(info: Any, in_dims: Any, tensors: Sequence[Tensor], *settings: Any) -> Any:
+            found = []
+            for i in range(info.batch_size):
+                pairs = zip(tensors, in_dims[0], strict=True)
+                entry = [x if dim is None else x.select(dim, i) for x, dim in pairs]
+                found.append(made(entry, *settings))
+            stacked = [torch.stack(outputs) for outputs in zip(*found, strict=True)]
+            return stacked, [0] * len(stacked)
 
         made = torch.library.custom_op(name, run, mutates_args=())
-        made.register_vmap(over_batch)
+        made.register_vmap(each)
         return made
 
     return register
@@ -251,17 +238,21 @@ def register_operator(name: str) -> Callable[[Kernel], CustomOpDef]:
 class Recomputed(torch.autograd.Function):
     """Call an operator whose gradients another one finds; the last output is kept for that one.
 
-    Both take a list of tensors (B, ...), the second the inputs, what was kept, and the gradients of
-    the other outputs. Its own gradients (`backward` None) are not known.
+    Both take a list of tensors, the second the inputs, what was kept, and the gradients of the
+    other outputs. Its own gradients (`backward` None) are not known.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(
-        kernel: Kernel, backward: CustomOpDef | None, scale: float, chunk_size: int, *given: Tensor
+        operator: CustomOpDef,
+        backward: CustomOpDef | None,
+        scale: float,
+        chunk_size: int,
+        *given: Tensor,
     ) -> tuple[Tensor, ...]:
-        return tuple(kernel(list(given), scale, chunk_size))
+        return tuple(operator(list(given), scale, chunk_size))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -275,20 +266,8 @@ class Recomputed(torch.autograd.Function):
         if ctx.operator is None:
             raise NotImplementedError("second derivatives of recurrent operators are not known")
         tensors = (*ctx.saved_tensors, *grads[:-1])
-        found = find_gradients(ctx.operator, ctx.scale, ctx.chunk_size, *tensors)
+        if torch.compiler.is_compiling():  # which differentiates once, and not through this class
+            found = tuple(ctx.operator(list(tensors), ctx.scale, ctx.chunk_size))
+        else:
+            found = Recomputed.apply(ctx.operator, None, ctx.scale, ctx.chunk_size, *tensors)  # type: ignore[no-untyped-call]
         return None, None, None, None, *found
-
-
-def find_gradients(
-    operator: CustomOpDef, scale: float, chunk_size: int, *tensors: Tensor
-) -> tuple[Tensor, ...]:
-    """Call an operator that differentiates, as one only where it has to be one.
-
-    Compilers do not look into gradients. Without transforms like `vmap` the function inside is
-    called, so that modes which watch every product, as a counter of operations, see them.
-    """
-    if torch.compiler.is_compiling():
-        return tuple(operator(list(tensors), scale, chunk_size))
-    is_transformed = torch._C._are_functorch_transforms_active()
-    function = operator if is_transformed else operator._init_fn
-    return Recomputed.apply(function, None, scale, chunk_size, *tensors)  # type: ignore[no-untyped-call]

@@ -1,29 +1,27 @@
 """The gated delta rule in chunks and token by token (appendix "Extension Details", GDN).
 
-`_run_chunks` is the whole algorithm, differentiable as it stands. Around it is an operator that
-compiles with any length and, instead of what autograd would keep, keeps the inputs and some states:
-its backward pass runs a few chunks again at a time, from the state they started with.
+Everything but the states at the chunks' edges is batched over chunks, heads and batch. The operator
+compiles with any length; its backward pass keeps the inputs and those states, and builds the tiles
+of a few chunks again at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from smat.ops.delta_rule.chunks import (
     Recomputed,
+    WYTiles,
     check_gates,
     check_shapes,
-    chunks_at_once,
     compute_dtype,
     pack,
     register_operator,
     token_ranges,
     unpack,
-    wy_products,
 )
 
 SHORT_CHUNK = 16
@@ -124,32 +122,11 @@ def run_delta_rule(
     return out, state
 
 
-def _run_chunks(
-    state: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor]:
-    """Run some chunks from a state (B, H, K, V), in its dtype: outputs and the state after them."""
-    given = (q, k, v, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
-    tiles = [pack(x, chunk_size, state.dtype) for x in given]
-    chunks = wy_products(tiles[0] * scale, *tiles[1:])
-    written = chunks.written if v.shape[-1] else torch.zeros_like(chunks.erased[..., :1])
-    running = state.flatten(0, 1)
-    starts, updates = [], []
-    in_order = (written, chunks.erased, chunks.key_out.mT, chunks.kept)
-    for wrote, erase, key_out, kept in zip(*(x.unbind(1) for x in in_order), strict=True):
-        starts.append(running)
-        updates.append(torch.baddbmm(wrote, erase, running, alpha=-1))
-        running = torch.baddbmm(kept * running, key_out, updates[-1])
-    read = chunks.query_in @ torch.stack(starts, 1) + chunks.reads @ torch.stack(updates, 1)
-    out = unpack(read, v if v.shape[-1] else k)
-    return out, running.view(state.shape)
+def _tiles(given: Sequence[Tensor], scale: float, chunk_size: int, dtype: torch.dtype) -> WYTiles:
+    q, k, _, beta, log_decay = given
+    packed = (q, k, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
+    q, k, beta, log_decay = (pack(x, chunk_size, dtype) for x in packed)
+    return WYTiles(q.mul_(scale), k, beta, log_decay)
 
 
 @register_operator("smat::delta_rule")
@@ -159,44 +136,99 @@ def _forward(
     *by_token, initial_state = given
     k, v, log_decay = by_token[1], by_token[2], by_token[4]
     check_gates(log_decay)
-    state = initial_state.to(compute_dtype(*given[:3], initial_state))
+    dtype = compute_dtype(*given[:3], initial_state)
+    state = initial_state.to(dtype).flatten(0, 1)
     out = (v if v.shape[-1] else k).new_empty(*k.shape[:3], state.shape[-1])
-    run = partial(_run_chunks, scale=scale, chunk_size=chunk_size)
-    starts = []
+    kept = [state.new_empty(0, *state.shape)]
     for tokens in token_ranges(k, chunk_size):
+        tiles = _tiles([x[:, tokens] for x in by_token], scale, chunk_size, dtype)
+        transition = tiles.transition().unflatten(0, (-1, len(state)))
+        states = state.new_empty(len(transition) + 1, *state.shape)
+        states[0] = state
+        start = states[:-1].flatten(0, 1)
+        if v.shape[-1]:
+            update = torch.bmm(
+                tiles.inverse, pack(v[:, tokens], chunk_size, dtype).mul_(tiles.beta)
+            )
+            writes = torch.bmm(tiles.key_out.mT, update).view_as(states[1:])
+            for i, write in enumerate(writes):
+                torch.baddbmm(write, transition[i], states[i], out=states[i + 1])
+            update.baddbmm_(tiles.erase, start, alpha=-1)
+        else:
+            for i, step in enumerate(transition):
+                torch.bmm(step, states[i], out=states[i + 1])
+            update = torch.bmm(tiles.erase, start).neg_()
+        unpack(torch.bmm(tiles.reads, update).baddbmm_(tiles.query_in, start), out[:, tokens])
+        state = states[-1]
         if keep_states:
-            starts.append(state)
-        out[:, tokens], state = run(state, *(x[:, tokens] for x in by_token))
-    return [out, state, torch.stack(starts, 1) if starts else state.new_empty(len(k), 0)]
+            kept.append(states[:-1])
+    return [out, state.clone().view(initial_state.shape), torch.cat(kept)]
 
 
 @register_operator("smat::delta_rule_backward")
-def _backward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
-    *by_token, initial_state, starts, grad_out, grad_state = given
+def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    *by_token, initial_state, kept, grad_out, grad_final = tensors
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in by_token]
-    run = partial(_run_chunks, scale=scale, chunk_size=chunk_size)
-    ranges = token_ranges(by_token[1], chunk_size)
-    for tokens, start in reversed(list(zip(ranges, starts.unbind(1), strict=True))):
-        pull = torch.func.vjp(run, start, *(x[:, tokens] for x in by_token))[1]
-        grad_state, *found = pull((grad_out[:, tokens], grad_state))
-        for grad, some in zip(grads, found, strict=True):
-            grad[:, tokens] = some
-    return [*grads, grad_state.to(initial_state.dtype, copy=True)]
+    grad_state = grad_final.flatten(0, 1)
+    for tokens in reversed(token_ranges(by_token[1], chunk_size)):
+        given = [x[:, tokens] for x in by_token]
+        tiles = _tiles(given, scale, chunk_size, kept.dtype)
+        first, count = tokens.start // chunk_size, len(tiles.k) // len(grad_state)
+        start = kept[first : first + count].flatten(0, 1)
+        grad_y = pack(grad_out[:, tokens], chunk_size, kept.dtype)
+        *found, grad_state = _tiles_backward(tiles, given[2], start, grad_y, grad_state)
+        found[0].mul_(scale)
+        wide = (*grads[:3], grads[3].unsqueeze(-1), grads[4].unsqueeze(-1))
+        for grad, some in zip(wide, found, strict=True):
+            unpack(some, grad[:, tokens])
+    return [*grads, grad_state.to(initial_state.dtype, copy=True).view(initial_state.shape)]
+
+
+def _tiles_backward(
+    tiles: WYTiles, v: Tensor, start: Tensor, grad_y: Tensor, grad_state: Tensor
+) -> tuple[Tensor, ...]:
+    """Find the gradients of q (scaled), k, v, beta, log_decay as tiles, and of the first state."""
+    # U = (I + L)^-1 diag(beta) (V - K_in S_0), and what the outputs send to it.
+    target = torch.bmm(tiles.key_in, start).neg_()
+    if v.shape[-1]:
+        target += pack(v, tiles.k.shape[1], target.dtype)
+    update = torch.bmm(tiles.inverse, tiles.beta * target)
+    grad_update = torch.bmm(tiles.reads.mT, grad_y)
+    # The states' recurrence, transposed: grad S_0 = M' grad S_c + R' grad_y.
+    received = torch.bmm(tiles.query_in.mT, grad_y)
+    received.baddbmm_(tiles.erase.mT, grad_update, alpha=-1)
+    transition = tiles.transition().unflatten(0, (-1, len(grad_state)))
+    grad_states = grad_state.new_empty(len(transition) + 1, *grad_state.shape)
+    received = received.view_as(grad_states[1:])
+    grad_states[-1] = grad_state
+    for i in reversed(range(len(transition))):
+        torch.baddbmm(received[i], transition[i].mT, grad_states[i + 1], out=grad_states[i])
+    grad_end = grad_states[1:].flatten(0, 1)
+    grad_update.baddbmm_(tiles.key_out, grad_end)
+    grad_input = torch.bmm(tiles.inverse.mT, grad_update)
+    grad_v = tiles.beta * grad_input
+    grad_q, grad_k, grad_beta, grad_gate = tiles.backward(
+        grad_reads=torch.bmm(grad_y, update.mT),
+        grad_lower=torch.bmm(grad_input, update.mT).neg_(),
+        grad_query_in=torch.bmm(grad_y, start.mT),
+        grad_key_in=torch.bmm(grad_v, start.mT).neg_(),
+        grad_key_out=torch.bmm(update, grad_end.mT),
+        grad_kept=(start * grad_end).sum((1, 2)),
+    )
+    grad_beta += (grad_input * target).sum(-1, keepdim=True)
+    return grad_q, grad_k, grad_v[..., : v.shape[-1]], grad_beta, grad_gate, grad_states[0]
 
 
 @_forward.register_fake
 def _(given: Sequence[Tensor], scale: float, chunk_size: int, keep: bool = True) -> list[Tensor]:
     k, v, initial_state = given[1], given[2], given[5]
     dtype = compute_dtype(*given[:3], initial_state)
-    value_dim = initial_state.shape[-1]
-    out = (v if v.shape[-1] else k).new_empty(*k.shape[:3], value_dim)
+    out = (v if v.shape[-1] else k).new_empty(*k.shape[:3], initial_state.shape[-1])
     state = torch.empty_like(initial_state, dtype=dtype, memory_format=torch.contiguous_format)
-    size = chunk_size * chunks_at_once(k)
-    num_kept = (k.shape[1] + size - 1) // size
-    kept = (len(k), num_kept, *initial_state.shape[1:]) if keep else (len(k), 0)
-    return [out, state, state.new_empty(kept)]
+    num_kept = (k.shape[1] + chunk_size - 1) // chunk_size if keep else 0
+    return [out, state, state.new_empty(num_kept, len(k) * k.shape[2], *state.shape[2:])]
 
 
 @_backward.register_fake
-def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given[:6]]
+def _(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:6]]

@@ -6,6 +6,7 @@ by a weight of the query's own. Chunked in O(T log T) work, decoded with O(log T
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +14,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.ops.decay import FORGETS
-from smat.ops.delta_rule.chunks import check_shapes, compute_dtype
+from smat.ops.delta_rule.chunks import (
+    Recomputed,
+    check_gates,
+    check_shapes,
+    compute_dtype,
+    pack,
+    register_operator,
+    token_ranges,
+    unpack,
+)
 from smat.ops.delta_rule.transport import transport_keys
-from smat.ops.log_linear.tree import log_linear
+from smat.ops.log_linear.tree import (
+    DecayTiles,
+    DeltaTiles,
+    add_reads,
+    gather_levels,
+    grads_of_reads,
+    spread_levels,
+)
 
 
 class LogLinearState(NamedTuple):
@@ -68,7 +85,7 @@ def log_linear_attention(
     """
     check_shapes(q, k, None, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
-    out = log_linear(q, k, v, level_weights, gates, scale=scale, chunk_size=chunk_size)
+    out = _run(scale, chunk_size, q, k, v, level_weights, gates)
     if not output_final_state:
         return out, None
     later = F.pad(gates[:, 1:].double().clamp(min=FORGETS), (0, 0, 0, 1))
@@ -103,7 +120,7 @@ def log_linear_delta_rule(
     """
     check_shapes(q, k, beta, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = torch.zeros_like(beta) if log_decay is None else log_decay
-    out = log_linear(q, k, v, level_weights, gates, beta, scale=scale, chunk_size=chunk_size)
+    out = _run(scale, chunk_size, q, k, v, level_weights, gates, beta)
     if not output_final_state:
         return out, None
     dtype = compute_dtype(k, v)
@@ -184,3 +201,87 @@ def _final_state(
         stop = start
     counts = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
     return LogLinearState(torch.stack(buckets, 2), counts)
+
+
+def _run(scale: float, chunk_size: int, *given: Tensor) -> Tensor:
+    out, _ = Recomputed.apply(  # type: ignore[no-untyped-call]
+        _forward, _backward, scale, chunk_size, *given
+    )
+    return out
+
+
+def _tiles(
+    given: Sequence[Tensor], tokens: slice, scale: float, chunk_size: int
+) -> tuple[DecayTiles | DeltaTiles, Tensor]:
+    """Summarise the chunks of some tokens; their weights come along, both as tiles."""
+    dtype = compute_dtype(*given[:4])
+    wide = (*given[:4], *(gate.unsqueeze(-1) for gate in given[4:]))
+    q, k, v, weights, *gates = (pack(x[:, tokens], chunk_size, dtype) for x in wide)
+    form = DecayTiles if len(gates) == 1 else DeltaTiles
+    return form(q.mul_(scale), k, v, *gates), weights
+
+
+def _by_head(found: Sequence[tuple[Tensor, ...]], k: Tensor) -> Iterator[Tensor]:
+    """Lay tiles of all ranges (chunks B H, ...) side by side, (B H, chunks, ...)."""
+    shape = (-1, k.shape[0] * k.shape[2])
+    for tiles in zip(*found, strict=True):
+        yield torch.cat([x.unflatten(0, shape).transpose(0, 1) for x in tiles], 1)
+
+
+@register_operator("smat::log_linear")
+def _forward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    k, v = given[1:3]
+    check_gates(given[4])
+    found = []
+    for tokens in token_ranges(k, chunk_size):
+        tiles, weights = _tiles(given, tokens, scale, chunk_size)
+        y = torch.bmm(spread_levels(weights).mul_(tiles.inner), tiles.writes)
+        found.append((y, tiles.queries, tiles.written, tiles.transition, weights))
+    y, *tree = _by_head(found, k)
+    add_reads(y, *tree)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    unpack(y.transpose(0, 1).flatten(0, 1), out)
+    return [out, y.new_empty(len(k), 0)]
+
+
+@register_operator("smat::log_linear_backward")
+def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    """Build the tree again, carry gradients down it, and build a few chunks again at a time."""
+    *given, _, grad_out = tensors
+    ranges = token_ranges(given[1], chunk_size)
+    found = []
+    for tokens in ranges:
+        tiles, weights = _tiles(given, tokens, scale, chunk_size)
+        grad_y = pack(grad_out[:, tokens], chunk_size, weights.dtype)
+        found.append((grad_y, tiles.queries, tiles.written, tiles.transition, weights))
+    tree = list(_by_head(found, given[1]))
+    grad_tree = (tree[0], *grads_of_reads(*tree))
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    wide = [*grads[:4], *(grad.unsqueeze(-1) for grad in grads[4:])]
+    for tokens in ranges:
+        tiles, weights = _tiles(given, tokens, scale, chunk_size)
+        chunks = slice(tokens.start // chunk_size, tokens.stop // chunk_size)
+        grad_y, *grad_summary, grad_weights = (
+            x[:, chunks].transpose(0, 1).flatten(0, 1) for x in grad_tree
+        )
+        spread = spread_levels(weights)
+        grad_inner = torch.bmm(grad_y, tiles.writes.mT)
+        grad_weights += gather_levels(grad_inner * tiles.inner, weights.shape[-1])
+        grad_inner.mul_(spread)
+        grad_writes = torch.bmm(spread.mul_(tiles.inner).mT, grad_y)
+        grad_q, *others = tiles.backward(grad_inner, grad_writes, *grad_summary)
+        ordered = (grad_q.mul_(scale), *others[:2], grad_weights, *others[2:])
+        for grad, some in zip(wide, ordered, strict=True):
+            unpack(some, grad[:, tokens])
+    return grads
+
+
+@_forward.register_fake
+def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
+    return [out, out.new_empty(len(out), 0, dtype=compute_dtype(*given[:4]))]
+
+
+@_backward.register_fake
+def _(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:-2]]

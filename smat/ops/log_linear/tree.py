@@ -12,33 +12,13 @@ start of its own run. These are the only places where the two forms differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.delta_rule.chunks import (
-    Recomputed,
-    check_gates,
-    chunk_decay,
-    compute_dtype,
-    pack,
-    register_operator,
-    token_ranges,
-    unpack,
-    wy_products,
-)
-
-
-def log_linear(*given: Tensor, scale: float, chunk_size: int) -> Tensor:
-    """Attend for q, k, v, level_weights, log_decay, and beta for the delta rule."""
-    out, _ = Recomputed.apply(  # type: ignore[no-untyped-call]
-        _forward, _backward, scale, chunk_size, *given
-    )
-    return out
+from smat.ops.delta_rule.chunks import WYTiles, chunk_decay, grad_of_gates
 
 
 def level_table(chunk_size: int, num_levels: int, like: Tensor) -> Tensor:
@@ -93,64 +73,137 @@ def even_runs(table: Tensor, num_chunks: int, size: int) -> list[Tensor]:
     return [runs for runs in (left[:, :pairs], left[:, pairs:]) if runs.shape[1]]
 
 
-class ChunkReads(NamedTuple):
-    """What chunks (N, chunks, c, ...) read of themselves, and what others may read of them.
+def spread_levels(weights: Tensor) -> Tensor:
+    """Give every pair of a tile the weight of its level, (N, c, L) -> (N, c, c)."""
+    table = level_table(weights.shape[1], weights.shape[2], weights)
+    return torch.einsum("nil,ijl->nij", weights[..., : table.shape[-1]], table)
 
-    `queries` are carried to their chunk's start, `written` (N, chunks, K, V) and `transition` are
-    the chunk's summary. Inside a chunk a token reads `reads`, times `inverse` if there is one, of
-    `writes`.
+
+def gather_levels(pairs: Tensor, num_levels: int) -> Tensor:
+    """Sum the pairs of every level, (N, c, c) -> (N, c, L): the adjoint of spreading."""
+    table = level_table(pairs.shape[1], num_levels, pairs)
+    summed = torch.einsum("nij,ijl->nil", pairs, table)
+    return F.pad(summed, (0, num_levels - table.shape[-1]))
+
+
+class DecayTiles:
+    """Tiles q (scaled), k (N, c, K), v (N, c, V), log_decay (N, c, 1), and their summaries.
+
+    `inner` (N, c, c) times `writes` is what tokens read of their own chunk, were all weights one.
     """
 
-    queries: Tensor
-    written: Tensor
-    transition: Tensor
-    reads: Tensor
-    inverse: Tensor | None
-    writes: Tensor
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
+        self.q, self.k, self.writes, self.log_decay = q, k, v, log_decay.squeeze(-1)
+        self.inside, self.since_start, self.until_end = chunk_decay(self.log_decay, k.dtype)
+        self.inner = torch.bmm(q, k.mT).mul_(self.inside)
+        self.key_out = k * self.until_end
+        self.queries = q * self.since_start
+        self.written = torch.bmm(self.key_out.mT, v)
+        self.transition = self.since_start[:, -1:]
+
+    def backward(
+        self,
+        grad_inner: Tensor,
+        grad_writes: Tensor,
+        grad_queries: Tensor,
+        grad_written: Tensor,
+        grad_transition: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Carry gradients to q (scaled), k, v and the gates."""
+        grad_key_out = torch.bmm(self.writes, grad_written.mT)
+        since = (grad_queries * self.queries).sum(-1)
+        since[:, -1:] += (grad_transition * self.transition).squeeze(-1)
+        until = (grad_key_out * self.key_out).sum(-1)
+        grad_gate = grad_of_gates(self.log_decay, grad_inner * self.inner, since, until)
+        grad_inner = grad_inner.mul_(self.inside)
+        grad_q = (grad_queries * self.since_start).baddbmm_(grad_inner, self.k)
+        grad_k = grad_key_out.mul_(self.until_end).baddbmm_(grad_inner.mT, self.q)
+        return grad_q, grad_k, grad_writes.baddbmm_(self.key_out, grad_written), grad_gate
 
 
-def read_chunks(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None = None
-) -> ChunkReads:
-    """Summarise tiles q (scaled), k (..., c, K), v (..., c, V), gates (..., c, 1)."""
-    if beta is None:
-        inside, since_start, until_end = chunk_decay(log_decay, k.dtype)
-        written = (k * until_end).mT @ v
-        transition = since_start[..., -1:, :]
-        return ChunkReads(q * since_start, written, transition, (q @ k.mT) * inside, None, v)
-    wy = wy_products(q, k, v, beta, log_decay)
-    queries = wy.query_in - wy.reads @ wy.erased
-    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    transition = wy.kept * eye - wy.key_out.mT @ wy.erased
-    written = wy.key_out.mT @ wy.written
-    return ChunkReads(queries, written, transition, wy.reads, wy.inverse, beta * v)
+class DeltaTiles:
+    """The same with delta-rule transitions: one more tile, beta (N, c, 1)."""
 
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> None:
+        self.v, self.writes = v, v * beta
+        self.wy = WYTiles(q, k, beta, log_decay)
+        self.inner = torch.bmm(self.wy.reads, self.wy.inverse)
+        self.queries = torch.baddbmm(self.wy.query_in, self.wy.reads, self.wy.erase, alpha=-1)
+        self.update = torch.bmm(self.wy.inverse, self.writes)
+        self.written = torch.bmm(self.wy.key_out.mT, self.update)
+        self.transition = self.wy.transition()
 
-def outputs_within(chunks: ChunkReads, weights: Tensor) -> Tensor:
-    """Let every token read its own chunk with the weights (N, chunks, c, L) of its levels."""
-    table = level_table(weights.shape[-2], weights.shape[-1], weights)
-    spread = torch.einsum("nzil,ijl->nzij", weights[..., : table.shape[-1]], table)
-    inner = chunks.reads if chunks.inverse is None else chunks.reads @ chunks.inverse
-    return (inner * spread) @ chunks.writes
+    def backward(
+        self,
+        grad_inner: Tensor,
+        grad_writes: Tensor,
+        grad_queries: Tensor,
+        grad_written: Tensor,
+        grad_transition: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """Carry gradients to q (scaled), k, v, the gates and beta."""
+        wy = self.wy
+        # Through the inverse: grad L = -(I + L)^-T grad (I + L)^-T, one term for each of its uses.
+        through_update = torch.bmm(wy.inverse.mT, torch.bmm(wy.key_out, grad_written))
+        grad_erase = torch.bmm(wy.reads.mT, grad_queries)
+        grad_erase.baddbmm_(wy.key_out, grad_transition).neg_()
+        through_erase = torch.bmm(wy.inverse.mT, grad_erase)
+        through_inner = torch.bmm(grad_inner, wy.inverse.mT)
+        grad_lower = torch.bmm(self.inner.mT, through_inner)
+        grad_lower.baddbmm_(through_update, self.update.mT).baddbmm_(through_erase, wy.erase.mT)
+        grad_writes += through_update
+        grad_key_out = torch.bmm(self.update, grad_written.mT)
+        grad_q, grad_k, grad_beta, grad_gate = wy.backward(
+            grad_reads=through_inner.baddbmm(grad_queries, wy.erase.mT, alpha=-1),
+            grad_lower=grad_lower.neg_(),
+            grad_query_in=grad_queries.clone(),
+            grad_key_in=wy.beta * through_erase,
+            grad_key_out=grad_key_out.baddbmm_(wy.erase, grad_transition.mT, alpha=-1),
+            grad_kept=grad_transition.diagonal(dim1=1, dim2=2).sum(-1),
+        )
+        grad_beta += (through_erase * wy.key_in).sum(-1, keepdim=True)
+        grad_beta += (grad_writes * self.v).sum(-1, keepdim=True)
+        return grad_q, grad_k, grad_writes.mul_(wy.beta), grad_gate, grad_beta
 
 
 def _carry(transition: Tensor, x: Tensor) -> Tensor:
     """Apply a transition from the left; numbers too small to be normal would only be slow."""
-    is_number = transition.shape[-1] == 1
-    return _no_subnormals(transition * x if is_number else transition @ x)
+    product = transition * x if transition.shape[-1] == 1 else transition @ x
+    return F.hardshrink(product, torch.finfo(product.dtype).tiny)
 
 
-def _no_subnormals(x: Tensor) -> Tensor:
-    return F.hardshrink(x, torch.finfo(x.dtype).tiny)
+def _grad_of_step(step: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Multiply two matrices, or take the product's trace where a transition is a number."""
+    if step.shape[-1] == 1:
+        return (left * right.mT).sum((-2, -1), keepdim=True)
+    return left @ right
+
+
+def _pairs(table: Tensor) -> tuple[Tensor, Tensor]:
+    """View the left and the right run of every whole pair, (N, runs, ...)."""
+    pairs = table.shape[1] // 2
+    left, right = table[:, : 2 * pairs].unflatten(1, (pairs, 2)).unbind(2)
+    return left, right
 
 
 def _join(written: Tensor, transition: Tensor) -> tuple[Tensor, Tensor]:
     """Join the summaries (N, runs, ...) of every whole pair of runs."""
-    pairs = written.shape[1] // 2
-    (left, right), (before, after) = (
-        x[:, : 2 * pairs].unflatten(1, (pairs, 2)).unbind(2) for x in (written, transition)
-    )
+    (left, right), (before, after) = _pairs(written), _pairs(transition)
     return _carry(after, left) + right, _carry(after, before)
+
+
+def _grads_of_join(
+    written: Tensor, transition: Tensor, grad_written: Tensor, grad_transition: Tensor
+) -> tuple[Tensor, Tensor]:
+    grads = torch.zeros_like(written), torch.zeros_like(transition)
+    (left, _), (before, after) = _pairs(written), _pairs(transition)
+    (grad_left, grad_right), (grad_before, grad_after) = map(_pairs, grads)
+    grad_left.copy_(_carry(after.mT, grad_written))
+    grad_right.copy_(grad_written)
+    grad_before.copy_(_carry(after.mT, grad_transition))
+    grad_after.copy_(_grad_of_step(after, grad_written, left.mT))
+    grad_after.add_(_grad_of_step(after, grad_transition, before.mT))
+    return grads
 
 
 def add_reads(
@@ -192,7 +245,7 @@ def grads_of_reads(
     grad_weights = torch.zeros_like(weights)
     grad_table = torch.zeros_like(written), torch.zeros_like(transition)
     for size, level, written, transition, kept in reversed(climbed):
-        grad_table = torch.func.vjp(_join, written, transition)[1](grad_table)
+        grad_table = _grads_of_join(written, transition, *grad_table)
         views = zip(
             kept,
             odd_runs(weights[..., level : level + 1], size),
@@ -209,69 +262,7 @@ def grads_of_reads(
             pulled = grad @ seen.mT
             grad_weight += (pulled * query).sum(-1, keepdim=True)
             grad_seen += (query * weight).mT @ grad
-            if step.shape[-1] == 1:
-                grad_step += (query * grad_query).sum((-2, -1), keepdim=True)
-            else:
-                grad_step += query.mT @ grad_query
+            grad_step += _grad_of_step(step, query.mT, grad_query)
             onward = _carry(step, grad_query.mT).mT
             grad_query.copy_(pulled.mul_(weight).add_(onward))
     return grad_queries, *grad_table, grad_weights
-
-
-def _summarise(
-    given: Sequence[Tensor], scale: float, chunk_size: int
-) -> tuple[ChunkReads, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Pack and read some chunks; what `add_reads` needs of them stands apart."""
-    q, k, v, weights, *gates = given
-    dtype = compute_dtype(q, k, v, weights)
-    q, k, v, weights = (pack(x, chunk_size, dtype) for x in (q, k, v, weights))
-    log_decay, *beta = (pack(x.unsqueeze(-1), chunk_size, dtype) for x in gates)
-    chunks = read_chunks(q * scale, k, v, log_decay, *beta)
-    return chunks, (chunks.queries, chunks.written, chunks.transition, weights)
-
-
-def _run_chunks(*given: Tensor, scale: float, chunk_size: int) -> tuple[Tensor, ...]:
-    chunks, tree = _summarise(given, scale, chunk_size)
-    return outputs_within(chunks, tree[-1]), *tree
-
-
-@register_operator("smat::log_linear")
-def _forward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
-    check_gates(given[4])
-    run = partial(_run_chunks, scale=scale, chunk_size=chunk_size)
-    ranges = token_ranges(given[1], chunk_size)
-    found = [run(*(x[:, tokens] for x in given)) for tokens in ranges]
-    y, *tree = (torch.cat(tiles, 1) for tiles in zip(*found, strict=True))
-    add_reads(y, *tree)
-    return [unpack(y, given[2]).contiguous(), y.new_empty(len(given[2]), 0)]
-
-
-@register_operator("smat::log_linear_backward")
-def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
-    """Build the tree again, carry gradients down it, and run a few chunks again at a time."""
-    *given, _, grad = tensors
-    run = partial(_run_chunks, scale=scale, chunk_size=chunk_size)
-    ranges = token_ranges(given[1], chunk_size)
-    found = [_summarise([x[:, tokens] for x in given], scale, chunk_size)[1] for tokens in ranges]
-    num_chunks = [weights.shape[1] for *_, weights in found]
-    tree = [torch.cat(tiles, 1) for tiles in zip(*found, strict=True)]
-    grad_y = pack(grad, chunk_size, tree[0].dtype)
-    grad_tiles = (grad_y, *grads_of_reads(grad_y, *tree))
-    by_range = zip(*(x.split(num_chunks, 1) for x in grad_tiles), strict=True)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    for tokens, received in zip(ranges, by_range, strict=True):
-        pull = torch.func.vjp(run, *(x[:, tokens] for x in given))[1]
-        for grad, some in zip(grads, pull(received), strict=True):
-            grad[:, tokens] = some
-    return grads
-
-
-@_forward.register_fake
-def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
-    out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
-    return [out, out.new_empty(len(out), 0, dtype=compute_dtype(*given[:4]))]
-
-
-@_backward.register_fake
-def _(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:-2]]

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from smat.ops.delta_rule import chunks, delta_rule, delta_rule_reference, delta_rule_step
 from smat.ops.delta_rule.delta_rule import _forward
@@ -332,13 +331,6 @@ def test_what_is_not_finite_stays_so_and_nothing_raises(value):
         assert not out.isfinite().all(), name
         assert not all(x.isfinite().all() for x in grads), name
         assert out[1:].isfinite().all(), name
-
-
-def test_a_counter_of_operations_sees_the_gradients():
-    inputs = make_inputs(10)
-    with FlopCounterMode(display=False) as counter:
-        delta_rule(**inputs, chunk_size=4)[0].sum().backward()
-    assert counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.flop_counter import FlopCounterMode
 
 from smat.ops.delta_rule import chunks, delta_rule
 from smat.ops.log_linear import (
@@ -17,7 +16,7 @@ from smat.ops.log_linear import (
     log_linear_reference,
     log_linear_step,
 )
-from smat.ops.log_linear.tree import _forward
+from smat.ops.log_linear.log_linear import _forward
 
 FORMS = {"decay": log_linear_attention, "delta": log_linear_delta_rule}
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -372,14 +371,6 @@ def test_what_is_not_finite_stays_so_and_nothing_raises(form, value):
         assert not out.isfinite().all(), name
         assert not all(x.isfinite().all() for x in grads), name
         assert out[1:].isfinite().all(), name
-
-
-@each_form
-def test_a_counter_of_operations_sees_the_gradients(form):
-    inputs = make_inputs(form, 10, levels=4)
-    with FlopCounterMode(display=False) as counter:
-        FORMS[form](**inputs, chunk_size=4)[0].sum().backward()
-    assert counter.get_total_flops() > 0
 
 
 @pytest.mark.parametrize(
