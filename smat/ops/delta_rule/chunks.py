@@ -15,7 +15,7 @@ autograd they take half as long again, and keep every tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from torch.library import CustomOpDef
 from smat.ops.decay import FORGETS, LogDecay
 
 TILES_AT_ONCE = 64  # enough for batched products on all cores, few enough to stay in cache
-SUBSTITUTED_SIZE = 8
 
 Kernel = Callable[..., list[Tensor]]  # (tensors, scale, chunk_size)
 
@@ -93,65 +92,33 @@ def unpack(tiles: Tensor, to: Tensor) -> None:
     to.copy_(chunks.flatten(1, 2)[:, :seq_len])
 
 
-def chunk_decay(log_decay: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the decay between all pairs of a chunk, since its start and until its end.
+class ChunkDecay:
+    """The decay since a chunk's start and until its end, (N, c, 1), for gates (N, c, 1)."""
 
-    (N, c) -> (N, c, c), (N, c, 1), (N, c, 1).
-    """
-    decay = LogDecay(log_decay)
-    counts = torch.arange(1, log_decay.shape[1] + 1, device=log_decay.device)
-    since_start = decay.between(counts, torch.zeros_like(counts), dtype).unsqueeze(-1)
-    until_end = decay.between(counts[-1:], counts, dtype).unsqueeze(-1)
-    return decay.triangle(counts, dtype), since_start, until_end
+    def __init__(self, log_decay: Tensor, dtype: torch.dtype) -> None:
+        self.log_decay, self.dtype = log_decay.squeeze(-1), dtype
+        self.sums = LogDecay(self.log_decay)
+        self.counts = counts = torch.arange(1, log_decay.shape[1] + 1, device=log_decay.device)
+        self.since_start = self.sums.between(counts, torch.zeros_like(counts), dtype).unsqueeze(-1)
+        self.until_end = self.sums.between(counts[-1:], counts, dtype).unsqueeze(-1)
 
+    @cached_property
+    def inside(self) -> Tensor:
+        """The decay between all pairs of tokens, (N, c, c)."""
+        return self.sums.triangle(self.counts, self.dtype)
 
-def grad_of_gates(log_decay: Tensor, pairs: Tensor, since: Tensor, until: Tensor) -> Tensor:
-    """Find the gradient of gates (N, c) from those of `chunk_decay`, each times the decay itself.
+    def backward(self, pairs: Tensor, since: Tensor, until: Tensor) -> Tensor:
+        """Find the gates' gradient from those of the decays, each times the decay itself.
 
-    A gate's gradient is a sum over the pairs it lies between. The diagonal, which no gate can
-    change, is left out: it would cancel only up to rounding.
-    """
-    pairs = pairs.tril(-1)
-    until[:, -1] = 0
-    flow = (pairs.sum(-1) - pairs.sum(-2)).add_(since).sub_(until)
-    flow[:, -1] += until.sum(-1)
-    grad = flow.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(flow.dtype)
-    return torch.where(log_decay <= FORGETS, 0.0, grad).unsqueeze(-1)
-
-
-def unit_lower_inverse(lower: Tensor) -> Tensor:
-    """Invert I + strict lower part of (N, c, c), c a power of two; the upper part is not read.
-
-    Small diagonal squares are solved by substitution, all tiles at once; then they double in size:
-    [[X, 0], [Z, Y]]^-1 = [[X^-1, 0], [-Y^-1 Z X^-1, Y^-1]].
-    Powers of the matrix would take fewer steps, but with keys alike they grow like binomials.
-    """
-    size = lower.shape[1]
-    solved = min(size, SUBSTITUTED_SIZE)
-    inverse = torch.zeros_like(lower)
-    inverse.diagonal(dim1=1, dim2=2).fill_(1.0)
-    _substitute(lower, inverse, solved)
-    while solved < size:
-        for start in range(0, size, 2 * solved):
-            upper, under = slice(start, start + solved), slice(start + solved, start + 2 * solved)
-            product = torch.bmm(lower[:, under, upper], inverse[:, upper, upper])
-            inverse[:, under, upper] = torch.bmm(inverse[:, under, under], product).neg_()
-        solved *= 2
-    return inverse
-
-
-def _substitute(lower: Tensor, inverse: Tensor, size: int) -> None:
-    """Fill the strict lower part of the inverse's diagonal squares, row by row."""
-    shape = (len(lower), lower.shape[1] // size, size, lower.shape[1] // size, size)
-    rows = lower.view(shape).diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
-    rows = rows.contiguous()  # (row, column, tile, square): long vectors for short loops
-    found = rows.neg()
-    for i in range(2, size):
-        for j in range(1, i):
-            found[i, :j].addcmul_(rows[i, j], found[j, :j], value=-1)
-    target = inverse.view(shape).diagonal(dim1=1, dim2=3).permute(1, 2, 0, 3)
-    for i in range(1, size):
-        target[i, :i] = found[i, :i]
+        A gate's gradient is a sum over the pairs it lies between. The diagonal, which no gate can
+        change, is left out: it would cancel only up to rounding.
+        """
+        pairs = pairs.tril(-1)
+        until[:, -1] = 0
+        flow = (pairs.sum(-1) - pairs.sum(-2)).add_(since).sub_(until)
+        flow[:, -1] += until.sum(-1)
+        grad = flow.flip(-1).cumsum(-1, dtype=torch.float64).flip(-1).to(flow.dtype)
+        return torch.where(self.log_decay <= FORGETS, 0.0, grad).unsqueeze(-1)
 
 
 class WYTiles:
@@ -162,16 +129,17 @@ class WYTiles:
     """
 
     def __init__(self, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> None:
-        self.q, self.k, self.beta, self.log_decay = q, k, beta, log_decay.squeeze(-1)
-        self.inside, self.since_start, self.until_end = chunk_decay(self.log_decay, k.dtype)
-        self.reads = torch.bmm(q, k.mT).mul_(self.inside)
-        self.overlap = torch.bmm(k, k.mT).mul_(self.inside)
-        self.inverse = unit_lower_inverse(beta * self.overlap)
-        self.query_in = q * self.since_start
-        self.key_in = k * self.since_start
-        self.key_out = k * self.until_end
+        self.q, self.k, self.beta, self.decay = q, k, beta, ChunkDecay(log_decay, k.dtype)
+        self.reads = torch.bmm(q, k.mT).mul_(self.decay.inside)
+        self.overlap = torch.bmm(k, k.mT).mul_(self.decay.inside)
+        eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)
+        lower = beta * self.overlap  # solved for a unit diagonal, which is not read
+        self.inverse = torch.linalg.solve_triangular(lower, eye, upper=False, unitriangular=True)
+        self.query_in = q * self.decay.since_start
+        self.key_in = k * self.decay.since_start
+        self.key_out = k * self.decay.until_end
         self.erase = torch.bmm(self.inverse, beta * self.key_in)
-        self.kept = self.since_start[:, -1]
+        self.kept = self.decay.since_start[:, -1]
 
     def transition(self) -> Tensor:
         """Multiply the chunk's transitions: M, (N, K, K)."""
@@ -198,11 +166,12 @@ class WYTiles:
         since = (grad_query_in * self.query_in).add_(grad_key_in * self.key_in).sum(-1)
         since[:, -1] += grad_kept * self.kept.squeeze(-1)
         until = (grad_key_out * self.key_out).sum(-1)
-        grad_gate = grad_of_gates(self.log_decay, pairs, since, until)
-        grad_reads = grad_reads.mul_(self.inside)
-        grad_overlap = grad_lower.mul_(self.inside).mul_(self.beta)
-        grad_q = grad_query_in.mul_(self.since_start).baddbmm_(grad_reads, self.k)
-        grad_k = grad_key_in.mul_(self.since_start).addcmul_(grad_key_out, self.until_end)
+        grad_gate = self.decay.backward(pairs, since, until)
+        grad_reads = grad_reads.mul_(self.decay.inside)
+        grad_overlap = grad_lower.mul_(self.decay.inside).mul_(self.beta)
+        grad_q = grad_query_in.mul_(self.decay.since_start).baddbmm_(grad_reads, self.k)
+        grad_k = grad_key_in.mul_(self.decay.since_start)
+        grad_k.addcmul_(grad_key_out, self.decay.until_end)
         grad_k.baddbmm_(grad_overlap + grad_overlap.mT, self.k).baddbmm_(grad_reads.mT, self.q)
         return grad_q, grad_k, grad_beta, grad_gate
 
@@ -246,13 +215,9 @@ class Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        operator: CustomOpDef,
-        backward: CustomOpDef | None,
-        scale: float,
-        chunk_size: int,
-        *given: Tensor,
+        operator: CustomOpDef, _: CustomOpDef | None, scale: float, size: int, *given: Tensor
     ) -> tuple[Tensor, ...]:
-        return tuple(operator(list(given), scale, chunk_size))
+        return tuple(operator(list(given), scale, size))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -266,8 +231,13 @@ class Recomputed(torch.autograd.Function):
         if ctx.operator is None:
             raise NotImplementedError("second derivatives of recurrent operators are not known")
         tensors = (*ctx.saved_tensors, *grads[:-1])
-        if torch.compiler.is_compiling():  # which differentiates once, and not through this class
-            found = tuple(ctx.operator(list(tensors), ctx.scale, ctx.chunk_size))
-        else:
-            found = Recomputed.apply(ctx.operator, None, ctx.scale, ctx.chunk_size, *tensors)  # type: ignore[no-untyped-call]
-        return None, None, None, None, *found
+        return *[None] * 4, *recomputed(ctx.operator, None, ctx.scale, ctx.chunk_size, *tensors)
+
+
+def recomputed(
+    operator: CustomOpDef, backward: CustomOpDef | None, scale: float, size: int, *given: Tensor
+) -> tuple[Tensor, ...]:
+    """Apply `Recomputed`; a compiler differentiates once, and takes the operator as it is."""
+    if backward is None and torch.compiler.is_compiling():
+        return tuple(operator(list(given), scale, size))
+    return Recomputed.apply(operator, backward, scale, size, *given)  # type: ignore[no-untyped-call]

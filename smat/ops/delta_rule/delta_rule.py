@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from smat.ops.delta_rule.chunks import (
-    Recomputed,
     WYTiles,
     check_gates,
     check_shapes,
     compute_dtype,
     pack,
+    recomputed,
     register_operator,
     token_ranges,
     unpack,
@@ -114,9 +114,7 @@ def run_delta_rule(
         chunk_size = min(chunk_size, SHORT_CHUNK)
     given = (q, k, values, beta, gates, initial_state)
     if torch.is_grad_enabled():
-        out, state, _ = Recomputed.apply(  # type: ignore[no-untyped-call]
-            _forward, _backward, scale, chunk_size, *given
-        )
+        out, state, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
     else:
         out, state, _ = _forward(list(given), scale, chunk_size, False)
     return out, state

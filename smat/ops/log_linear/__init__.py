@@ -6,13 +6,5 @@ from smat.ops.log_linear.log_linear import (
     log_linear_delta_rule,
     log_linear_step,
 )
-from smat.ops.log_linear.reference import decay_reference, log_linear_reference
 
-__all__ = [
-    "LogLinearState",
-    "decay_reference",
-    "log_linear_attention",
-    "log_linear_delta_rule",
-    "log_linear_reference",
-    "log_linear_step",
-]
+__all__ = ["LogLinearState", "log_linear_attention", "log_linear_delta_rule", "log_linear_step"]

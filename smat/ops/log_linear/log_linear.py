@@ -15,11 +15,11 @@ from torch import Tensor
 
 from smat.ops.decay import FORGETS
 from smat.ops.delta_rule.chunks import (
-    Recomputed,
     check_gates,
     check_shapes,
     compute_dtype,
     pack,
+    recomputed,
     register_operator,
     token_ranges,
     unpack,
@@ -85,7 +85,8 @@ def log_linear_attention(
     """
     check_shapes(q, k, None, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
-    out = _run(scale, chunk_size, q, k, v, level_weights, gates)
+    given = (q, k, v, level_weights, gates)
+    out, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
     if not output_final_state:
         return out, None
     later = F.pad(gates[:, 1:].double().clamp(min=FORGETS), (0, 0, 0, 1))
@@ -120,7 +121,8 @@ def log_linear_delta_rule(
     """
     check_shapes(q, k, beta, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = torch.zeros_like(beta) if log_decay is None else log_decay
-    out = _run(scale, chunk_size, q, k, v, level_weights, gates, beta)
+    given = (q, k, v, level_weights, gates, beta)
+    out, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
     if not output_final_state:
         return out, None
     dtype = compute_dtype(k, v)
@@ -183,31 +185,25 @@ def _final_state(
     batch, seq_len = keys.shape[:2]
     values = v.to(keys.dtype)
     num_buckets = max(1, level_weights.shape[-1] - 1)
-    if lengths is not None:
+    buckets = []
+    if lengths is None:
+        lengths = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
+        stop = seq_len
+        for bit in range(num_buckets):
+            start = 0 if bit == num_buckets - 1 else stop - (seq_len & (1 << bit))
+            tokens = slice(start, stop)
+            buckets.append(torch.einsum("bthk,bthv->bhkv", keys[:, tokens], values[:, tokens]))
+            stop = start
+    else:
         if lengths.shape != (batch,):
             raise ValueError(f"lengths must be (B,) = ({batch},), not {(*lengths.shape,)}")
-        token = torch.arange(seq_len, device=keys.device)
-        differ = lengths.unsqueeze(-1) ^ token
-        bucket = sum(((differ >> bit) > 0).long() for bit in range(1, num_buckets))
-        bucket = torch.where(token < lengths.unsqueeze(-1), bucket, -1)
-        chosen = [(bucket == bit)[..., None, None] * keys for bit in range(num_buckets)]
-        buckets = [torch.einsum("bthk,bthv->bhkv", part, values) for part in chosen]
-        return LogLinearState(torch.stack(buckets, 2), lengths.long())
-    buckets, stop = [], seq_len
-    for bit in range(num_buckets):
-        start = 0 if bit == num_buckets - 1 else stop - (seq_len & (1 << bit))
-        part = torch.einsum("bthk,bthv->bhkv", keys[:, start:stop], values[:, start:stop])
-        buckets.append(part)
-        stop = start
-    counts = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
-    return LogLinearState(torch.stack(buckets, 2), counts)
-
-
-def _run(scale: float, chunk_size: int, *given: Tensor) -> Tensor:
-    out, _ = Recomputed.apply(  # type: ignore[no-untyped-call]
-        _forward, _backward, scale, chunk_size, *given
-    )
-    return out
+        token, length = torch.arange(seq_len, device=keys.device), lengths.unsqueeze(-1)
+        bits = torch.arange(1, num_buckets, device=keys.device)
+        bucket = ((length ^ token).unsqueeze(-1) >> bits > 0).sum(-1)
+        for bit in range(num_buckets):
+            chosen = keys * ((bucket == bit) & (token < length))[..., None, None]
+            buckets.append(torch.einsum("bthk,bthv->bhkv", chosen, values))
+    return LogLinearState(torch.stack(buckets, 2), lengths.long())
 
 
 def _tiles(

@@ -13,12 +13,13 @@ start of its own run. These are the only places where the two forms differ.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.delta_rule.chunks import WYTiles, chunk_decay, grad_of_gates
+from smat.ops.delta_rule.chunks import ChunkDecay, WYTiles
 
 
 def level_table(chunk_size: int, num_levels: int, like: Tensor) -> Tensor:
@@ -93,13 +94,15 @@ class DecayTiles:
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
-        self.q, self.k, self.writes, self.log_decay = q, k, v, log_decay.squeeze(-1)
-        self.inside, self.since_start, self.until_end = chunk_decay(self.log_decay, k.dtype)
-        self.inner = torch.bmm(q, k.mT).mul_(self.inside)
-        self.key_out = k * self.until_end
-        self.queries = q * self.since_start
+        self.q, self.k, self.writes, self.decay = q, k, v, ChunkDecay(log_decay, k.dtype)
+        self.key_out = k * self.decay.until_end
+        self.queries = q * self.decay.since_start
         self.written = torch.bmm(self.key_out.mT, v)
-        self.transition = self.since_start[:, -1:]
+        self.transition = self.decay.since_start[:, -1:]
+
+    @cached_property
+    def inner(self) -> Tensor:
+        return torch.bmm(self.q, self.k.mT).mul_(self.decay.inside)
 
     def backward(
         self,
@@ -114,10 +117,10 @@ class DecayTiles:
         since = (grad_queries * self.queries).sum(-1)
         since[:, -1:] += (grad_transition * self.transition).squeeze(-1)
         until = (grad_key_out * self.key_out).sum(-1)
-        grad_gate = grad_of_gates(self.log_decay, grad_inner * self.inner, since, until)
-        grad_inner = grad_inner.mul_(self.inside)
-        grad_q = (grad_queries * self.since_start).baddbmm_(grad_inner, self.k)
-        grad_k = grad_key_out.mul_(self.until_end).baddbmm_(grad_inner.mT, self.q)
+        grad_gate = self.decay.backward(grad_inner * self.inner, since, until)
+        grad_inner = grad_inner.mul_(self.decay.inside)
+        grad_q = (grad_queries * self.decay.since_start).baddbmm_(grad_inner, self.k)
+        grad_k = grad_key_out.mul_(self.decay.until_end).baddbmm_(grad_inner.mT, self.q)
         return grad_q, grad_k, grad_writes.baddbmm_(self.key_out, grad_written), grad_gate
 
 
@@ -127,11 +130,14 @@ class DeltaTiles:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> None:
         self.v, self.writes = v, v * beta
         self.wy = WYTiles(q, k, beta, log_decay)
-        self.inner = torch.bmm(self.wy.reads, self.wy.inverse)
         self.queries = torch.baddbmm(self.wy.query_in, self.wy.reads, self.wy.erase, alpha=-1)
         self.update = torch.bmm(self.wy.inverse, self.writes)
         self.written = torch.bmm(self.wy.key_out.mT, self.update)
         self.transition = self.wy.transition()
+
+    @cached_property
+    def inner(self) -> Tensor:
+        return torch.bmm(self.wy.reads, self.wy.inverse)
 
     def backward(
         self,

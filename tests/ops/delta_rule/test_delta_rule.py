@@ -8,8 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smat.ops.delta_rule import chunks, delta_rule, delta_rule_reference, delta_rule_step
+from smat.ops.delta_rule import chunks, delta_rule, delta_rule_step
 from smat.ops.delta_rule.delta_rule import _forward
+from smat.ops.delta_rule.reference import delta_rule_reference
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "initial_state")
 

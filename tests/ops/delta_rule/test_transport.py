@@ -7,14 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smat.ops.delta_rule import (
-    delta_rule,
+from smat.ops.delta_rule import delta_rule, delta_rule_step, transport_keys, transport_queries
+from smat.ops.delta_rule.reference import (
     delta_rule_reference,
-    delta_rule_step,
     transition_reference,
-    transport_keys,
     transport_keys_reference,
-    transport_queries,
     transport_queries_reference,
 )
 

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from smat.ops.delta_rule import chunks, delta_rule
 from smat.ops.log_linear import (
     LogLinearState,
-    decay_reference,
     log_linear_attention,
     log_linear_delta_rule,
-    log_linear_reference,
     log_linear_step,
 )
 from smat.ops.log_linear.log_linear import _forward
+from smat.ops.log_linear.reference import decay_reference, log_linear_reference
 
 FORMS = {"decay": log_linear_attention, "delta": log_linear_delta_rule}
 each_form = pytest.mark.parametrize("form", FORMS)
