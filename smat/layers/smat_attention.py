@@ -170,9 +170,8 @@ class SMatAttention(Mixer):
             return self._mix_apart(x, span)
         if span.rows is not None:
             windows = x[:, window(span.rows, self.conv_size)]
-            return self.mix_rows(
-                windows, [F.linear(x, weight) for weight in self.row_weights()], span, x
-            ), None
+            projected = [F.linear(x, weight) for weight in self.row_weights()]
+            return self.mix_rows(windows, projected, span, x), None
         q, k, v, inputs = self._project(x, span)
         gates = [None if each is None else each(x) for each in (self.a_proj, self.h_proj)]
         y, state, route = self._attend(x, q, k, v, gates, span)

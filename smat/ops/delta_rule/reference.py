@@ -75,15 +75,11 @@ def transport_queries_reference(
     >>> transport_queries_reference(k, k, torch.full((1, 2, 1), 0.5))[0].flatten()
     tensor([0.5000, 0.2500])
     """
-    scale = k.shape[-1] ** -0.5 if scale is None else scale
-    batch, seq_len, heads, key_dim = k.shape
-    eye = torch.eye(key_dim, dtype=k.dtype, device=k.device)
-    product = eye.expand(batch, heads, key_dim, key_dim)
-    outputs = []
-    for t in range(seq_len):
-        product = transition_reference(k, beta, log_decay, t) @ product
-        outputs.append(scale * torch.einsum("bhkl,bhk->bhl", product, q[:, t]))
-    return torch.stack(outputs, 1), product
+    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    start = zero_state(k, k) + eye  # a state that is only multiplied
+    return delta_rule_reference(
+        q, k, torch.zeros_like(k), beta, log_decay, scale=scale, initial_state=start
+    )
 
 
 def zero_state(k: Tensor, v: Tensor) -> Tensor:

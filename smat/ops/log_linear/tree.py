@@ -105,14 +105,10 @@ class DecayTiles:
         return torch.bmm(self.q, self.k.mT).mul_(self.decay.inside)
 
     def backward(
-        self,
-        grad_inner: Tensor,
-        grad_writes: Tensor,
-        grad_queries: Tensor,
-        grad_written: Tensor,
-        grad_transition: Tensor,
+        self, grad_inner: Tensor, grad_writes: Tensor, *grad_summary: Tensor
     ) -> tuple[Tensor, ...]:
-        """Carry gradients to q (scaled), k, v and the gates."""
+        """Carry gradients, that of the summary in its order, to q (scaled), k, v and the gates."""
+        grad_queries, grad_written, grad_transition = grad_summary
         grad_key_out = torch.bmm(self.writes, grad_written.mT)
         since = (grad_queries * self.queries).sum(-1)
         since[:, -1:] += (grad_transition * self.transition).squeeze(-1)
@@ -140,15 +136,10 @@ class DeltaTiles:
         return torch.bmm(self.wy.reads, self.wy.inverse)
 
     def backward(
-        self,
-        grad_inner: Tensor,
-        grad_writes: Tensor,
-        grad_queries: Tensor,
-        grad_written: Tensor,
-        grad_transition: Tensor,
+        self, grad_inner: Tensor, grad_writes: Tensor, *grad_summary: Tensor
     ) -> tuple[Tensor, ...]:
         """Carry gradients to q (scaled), k, v, the gates and beta."""
-        wy = self.wy
+        wy, (grad_queries, grad_written, grad_transition) = self.wy, grad_summary
         # Through the inverse: grad L = -(I + L)^-T grad (I + L)^-T, one term for each of its uses.
         through_update = torch.bmm(wy.inverse.mT, torch.bmm(wy.key_out, grad_written))
         grad_erase = torch.bmm(wy.reads.mT, grad_queries)
@@ -218,12 +209,10 @@ def add_reads(
     """Add to y what all tokens read outside their chunks; the queries are overwritten."""
     num_chunks, chunk_size, num_levels = weights.shape[1:]
     for size, level in heights(num_chunks, chunk_size, num_levels):
+        readers = (y, queries, weights[..., level : level + 1])
         views = zip(
-            odd_runs(y, size),
-            odd_runs(queries, size),
-            odd_runs(weights[..., level : level + 1], size),
-            even_runs(written, num_chunks, size),
-            even_runs(transition, num_chunks, size),
+            *(odd_runs(x, size) for x in readers),
+            *(even_runs(x, num_chunks, size) for x in (written, transition)),
             strict=True,
         )
         for target, query, weight, seen, step in views:
@@ -252,19 +241,14 @@ def grads_of_reads(
     grad_table = torch.zeros_like(written), torch.zeros_like(transition)
     for size, level, written, transition, kept in reversed(climbed):
         grad_table = _grads_of_join(written, transition, *grad_table)
+        readers = (x[..., level : level + 1] for x in (weights, grad_weights))
         views = zip(
             kept,
-            odd_runs(weights[..., level : level + 1], size),
-            even_runs(written, num_chunks, size),
-            even_runs(transition, num_chunks, size),
-            odd_runs(grad_y, size),
-            odd_runs(grad_queries, size),
-            odd_runs(grad_weights[..., level : level + 1], size),
-            even_runs(grad_table[0], num_chunks, size),
-            even_runs(grad_table[1], num_chunks, size),
+            *(odd_runs(x, size) for x in (*readers, grad_y, grad_queries)),
+            *(even_runs(x, num_chunks, size) for x in (written, transition, *grad_table)),
             strict=True,
         )
-        for query, weight, seen, step, grad, grad_query, grad_weight, grad_seen, grad_step in views:
+        for query, weight, grad_weight, grad, grad_query, seen, step, grad_seen, grad_step in views:
             pulled = grad @ seen.mT
             grad_weight += (pulled * query).sum(-1, keepdim=True)
             grad_seen += (query * weight).mT @ grad
