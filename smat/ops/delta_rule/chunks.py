@@ -92,7 +92,7 @@ def unpack(tiles: Tensor, to: Tensor) -> None:
     to.copy_(chunks.flatten(1, 2)[:, :seq_len])
 
 
-class ChunkDecay:
+class TileDecay:
     """The decay since a chunk's start and until its end, (N, c, 1), for gates (N, c, 1)."""
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype) -> None:
@@ -129,7 +129,7 @@ class WYTiles:
     """
 
     def __init__(self, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> None:
-        self.q, self.k, self.beta, self.decay = q, k, beta, ChunkDecay(log_decay, k.dtype)
+        self.q, self.k, self.beta, self.decay = q, k, beta, TileDecay(log_decay, k.dtype)
         self.reads = torch.bmm(q, k.mT).mul_(self.decay.inside)
         self.overlap = torch.bmm(k, k.mT).mul_(self.decay.inside)
         eye = torch.eye(k.shape[1], dtype=k.dtype, device=k.device)

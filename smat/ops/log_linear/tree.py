@@ -7,7 +7,8 @@ make the next height: T/2 reads a height, 2 T/c summaries in all, no table of le
 
 A summary is what its chunks write, (K, V), and the product of their transitions: a matrix (K, K)
 for the delta rule, a number (1, 1) for scalar decay. A query arrives at each height carried to the
-start of its own run. These are the only places where the two forms differ.
+start of its own run; of numbers, which commute, only the product is carried. These are the only
+places where the two forms differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.delta_rule.chunks import ChunkDecay, WYTiles
+from smat.ops.delta_rule.chunks import TileDecay, WYTiles
 
 
 def level_table(chunk_size: int, num_levels: int, like: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class DecayTiles:
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
-        self.q, self.k, self.writes, self.decay = q, k, v, ChunkDecay(log_decay, k.dtype)
+        self.q, self.k, self.writes, self.decay = q, k, v, TileDecay(log_decay, k.dtype)
         self.key_out = k * self.decay.until_end
         self.queries = q * self.decay.since_start
         self.written = torch.bmm(self.key_out.mT, v)
@@ -151,9 +152,9 @@ class DeltaTiles:
         grad_writes += through_update
         grad_key_out = torch.bmm(self.update, grad_written.mT)
         grad_q, grad_k, grad_beta, grad_gate = wy.backward(
-            grad_reads=through_inner.baddbmm(grad_queries, wy.erase.mT, alpha=-1),
+            grad_reads=through_inner.baddbmm_(grad_queries, wy.erase.mT, alpha=-1),
             grad_lower=grad_lower.neg_(),
-            grad_query_in=grad_queries.clone(),
+            grad_query_in=grad_queries,
             grad_key_in=wy.beta * through_erase,
             grad_key_out=grad_key_out.baddbmm_(wy.erase, grad_transition.mT, alpha=-1),
             grad_kept=grad_transition.diagonal(dim1=1, dim2=2).sum(-1),
@@ -203,56 +204,72 @@ def _grads_of_join(
     return grads
 
 
+def _carried(queries: Tensor, transition: Tensor, weights: Tensor) -> Tensor:
+    """Tell what a transition is applied to on the way: queries, or a number for each of them."""
+    return torch.ones_like(weights[..., :1]) if transition.shape[-1] == 1 else queries
+
+
 def add_reads(
     y: Tensor, queries: Tensor, written: Tensor, transition: Tensor, weights: Tensor
 ) -> None:
-    """Add to y what all tokens read outside their chunks; the queries are overwritten."""
+    """Add to y what all tokens read outside their chunks; the queries may be overwritten."""
     num_chunks, chunk_size, num_levels = weights.shape[1:]
+    carried = _carried(queries, transition, weights)
     for size, level in heights(num_chunks, chunk_size, num_levels):
-        readers = (y, queries, weights[..., level : level + 1])
+        readers = (y, queries, carried, weights[..., level : level + 1])
         views = zip(
             *(odd_runs(x, size) for x in readers),
             *(even_runs(x, num_chunks, size) for x in (written, transition)),
             strict=True,
         )
-        for target, query, weight, seen, step in views:
-            target += (query * weight) @ seen
-            query.copy_(_carry(step.mT, query.mT).mT)
+        for target, query, arrived, weight, seen, step in views:
+            target += (query * (weight if carried is queries else weight * arrived)) @ seen
+            arrived.copy_(_carry(step.mT, arrived.mT).mT)
         written, transition = _join(written, transition)
 
 
 def grads_of_reads(
     grad_y: Tensor, queries: Tensor, written: Tensor, transition: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Find the gradients of all but y in `add_reads`; the queries are overwritten."""
+    """Find the gradients of all but y in `add_reads`; the queries may be overwritten."""
     num_chunks, chunk_size, num_levels = weights.shape[1:]
+    carried = _carried(queries, transition, weights)
     climbed = []
     for size, level in heights(num_chunks, chunk_size, num_levels):
-        kept = []
-        for query, step in zip(
-            odd_runs(queries, size), even_runs(transition, num_chunks, size), strict=True
-        ):
-            kept.append(query.clone())
-            query.copy_(_carry(step.mT, query.mT).mT)
+        steps = even_runs(transition, num_chunks, size)
+        kept = [arrived.clone() for arrived in odd_runs(carried, size)]
+        for arrived, step in zip(odd_runs(carried, size), steps, strict=True):
+            arrived.copy_(_carry(step.mT, arrived.mT).mT)
         climbed.append((size, level, written, transition, kept))
         written, transition = _join(written, transition)
-    grad_queries = queries.zero_()  # nothing reads a query that has been carried all the way
+    grad_carried = torch.zeros_like(carried)  # nothing reads what has been carried all the way
+    grad_queries = grad_carried if carried is queries else torch.zeros_like(queries)
     grad_weights = torch.zeros_like(weights)
     grad_table = torch.zeros_like(written), torch.zeros_like(transition)
     for size, level, written, transition, kept in reversed(climbed):
         grad_table = _grads_of_join(written, transition, *grad_table)
-        readers = (x[..., level : level + 1] for x in (weights, grad_weights))
+        of_level = (x[..., level : level + 1] for x in (weights, grad_weights))
+        readers = (queries, *of_level, grad_y, grad_queries, grad_carried)
         views = zip(
             kept,
-            *(odd_runs(x, size) for x in (*readers, grad_y, grad_queries)),
+            *(odd_runs(x, size) for x in readers),
             *(even_runs(x, num_chunks, size) for x in (written, transition, *grad_table)),
             strict=True,
         )
-        for query, weight, grad_weight, grad, grad_query, seen, step, grad_seen, grad_step in views:
+        for arrived, query, weight, grad_weight, grad, grad_query, grad_arrived, *table in views:
+            seen, step, grad_seen, grad_step = table
+            grad_step += _grad_of_step(step, arrived.mT, grad_arrived)
+            onward = _carry(step, grad_arrived.mT).mT
             pulled = grad @ seen.mT
-            grad_weight += (pulled * query).sum(-1, keepdim=True)
-            grad_seen += (query * weight).mT @ grad
-            grad_step += _grad_of_step(step, query.mT, grad_query)
-            onward = _carry(step, grad_query.mT).mT
-            grad_query.copy_(pulled.mul_(weight).add_(onward))
+            if carried is queries:
+                grad_seen += (arrived * weight).mT @ grad
+                grad_weight += (pulled * arrived).sum(-1, keepdim=True)
+                onward = pulled.mul_(weight).add_(onward)
+            else:
+                grad_seen += (query * (weight * arrived)).mT @ grad
+                moved = (pulled * query).sum(-1, keepdim=True)
+                grad_weight += moved * arrived
+                grad_query.addcmul_(pulled, weight * arrived)
+                onward = moved * weight + onward
+            grad_arrived.copy_(onward)
     return grad_queries, *grad_table, grad_weights

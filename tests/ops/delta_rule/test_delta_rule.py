@@ -144,6 +144,19 @@ def test_extreme_gates(gate, dtype):
         assert_same(inputs, *limits, chunk_size=16)
 
 
+@pytest.mark.parametrize("gate", [-1e-3, -1.0, -5.0, -10.0, -20.0])
+def test_gradients_of_constant_gates_keep_their_digits(gate):
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = make_inputs(1000, batch=1, key_dim=8, dtype=torch.float32)
+        inputs = {n: x.detach().to(dtype).requires_grad_() for n, x in inputs.items()}
+        inputs["log_decay"].data.fill_(gate)
+        out, _ = delta_rule(**inputs)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs["log_decay"])[0])
+    assert error(*grads) <= 1e-4
+    assert error(*(grad.sum(1) for grad in grads)) <= 1e-4
+
+
 def test_a_gate_of_minus_infinity_starts_again():
     inputs = make_inputs(40)
     inputs["log_decay"].data[:, 21] = -math.inf

@@ -167,6 +167,20 @@ def test_extreme_gates(form, gate):
 
 
 @each_form
+@pytest.mark.parametrize("gate", [-1e-3, -1.0, -5.0, -10.0, -20.0])
+def test_gradients_of_constant_gates_keep_their_digits(form, gate):
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = make_inputs(form, 1000, levels=11, key_dim=8, dtype=torch.float32)
+        inputs = {n: x.detach().to(dtype).requires_grad_() for n, x in inputs.items()}
+        inputs["log_decay"].data.fill_(gate)
+        out, _ = FORMS[form](**inputs)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs["log_decay"])[0])
+    assert error(*grads) <= 1e-4
+    assert error(*(grad.sum(1) for grad in grads)) <= 1e-4
+
+
+@each_form
 @pytest.mark.parametrize("levels", [1, 2, 4, 7])
 def test_decoding_equals_the_whole_at_every_split(form, levels):
     seq_len = 21
