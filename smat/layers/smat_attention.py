@@ -28,7 +28,6 @@ from smat.ops import smat_attention, smat_attention_at
 from smat.ops.arguments import check_positions
 from smat.ops.convolve import convolve, convolve_at, window
 from smat.ops.feature_maps import Favor, FeatureMap
-from smat.ops.project import project
 
 
 class SMatAttention(Mixer):
@@ -171,7 +170,8 @@ class SMatAttention(Mixer):
             return self._mix_apart(x, span)
         if span.rows is not None:
             windows = x[:, window(span.rows, self.conv_size)]
-            return self.mix_rows(windows, project(x, *self.row_weights()), span, x), None
+            projected = [F.linear(x, weight) for weight in self.row_weights()]
+            return self.mix_rows(windows, projected, span, x), None
         q, k, v, inputs = self._project(x, span)
         gates = [None if each is None else each(x) for each in (self.a_proj, self.h_proj)]
         y, state, route = self._attend(x, q, k, v, gates, span)

@@ -16,8 +16,8 @@ from torch import Tensor
 from smat.geometry import Geometry
 from smat.layers.selectors import TypeReads
 from smat.masks import SMatMask
+from smat.ops.delta_rule import transport_keys, transport_queries
 from smat.ops.sorted_groups import SortedGroups
-from smat.ops.transport import transport_keys, transport_queries
 
 
 @dataclass

@@ -20,7 +20,7 @@ from smat.layers.routing import Route
 from smat.layers.span import Span
 from smat.layers.transport_state import TransportState, take_tokens
 from smat.masks import SMatMask
-from smat.ops.transport import transport_keys, transport_queries
+from smat.ops.delta_rule import transport_keys, transport_queries
 
 
 class TransportedMemory(RoutedMemory):

@@ -33,12 +33,14 @@ def chosen_scores(
 
 class _ChosenScores(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, scores: Tensor, chosen: Tensor
-    ) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        return scores.gather(-1, chosen)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        x, weight, bias, scores, chosen = inputs
         ctx.save_for_backward(x, weight, chosen)
         ctx.num_classes, ctx.bias_dtype = scores.shape[-1], bias.dtype
-        return scores.gather(-1, chosen)
 
     @staticmethod
     @once_differentiable

@@ -56,8 +56,7 @@ def convolve_at(
     >>> torch.allclose(some, convolve(x, weight, None, activation=True)[:, rows], atol=1e-6)
     True
     """
-    width = weight.shape[1]
-    token = rows[:, None] - torch.arange(width - 1, -1, -1, device=rows.device)
+    token = rows[:, None] - torch.arange(weight.shape[1] - 1, -1, -1, device=rows.device)
     start = 0 if first is None else first[:, rows].unsqueeze(-1)
     seen = windows.masked_fill((token < start).unsqueeze(-1), 0)
     out = (seen * weight.t()).sum(-2)
@@ -67,21 +66,19 @@ def convolve_at(
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        activation: bool,
-        first: Tensor | None,
+        x: Tensor, weight: Tensor, bias: Tensor | None, activation: bool, first: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(x, weight, bias, first)
-        ctx.activation = activation
         wide = _wide(x, weight)
         taps, out = weight.to(wide).t().contiguous(), torch.empty_like(x)
         for tile, since in _tiles(x, first, len(taps)):
             z = _sum_taps(x, taps, bias, since, tile)
             out[tile] = F.silu(z, inplace=True) if activation else z
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, ctx.activation, first = inputs
+        ctx.save_for_backward(x, weight, bias, first)
 
     @staticmethod
     @once_differentiable
@@ -99,13 +96,9 @@ class _Convolve(torch.autograd.Function):
             _spread_taps(grad_z, x, taps, since, tile, grad_x, grad_taps)
             if bias is not None:
                 grad_bias += grad_z.sum((0, 1))
-        return (
-            grad_x.to(x.dtype),
-            grad_taps.t().to(weight.dtype),
-            None if bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+        grad_weight = grad_taps.t().to(weight.dtype)
+        to_bias = None if bias is None else grad_bias.to(bias.dtype)
+        return grad_x.to(x.dtype), grad_weight, to_bias, None, None
 
 
 def _wide(x: Tensor, weight: Tensor) -> torch.dtype:

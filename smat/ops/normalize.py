@@ -1,6 +1,6 @@
-"""Root-mean-square norm, forward and backward, block by block.
+"""Root-mean-square norm, forward and backward, tile by tile.
 
-Written with autograd it is eight passes each way over arrays as large as the input; a block stays
+Written with autograd it is eight passes each way over arrays as large as the input; a tile stays
 in the cache while all of them work on it.
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_ELEMENTS = 1 << 16
+TILE_ELEMENTS = 1 << 16
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tensor:
@@ -22,40 +22,44 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
     >>> rms_norm(torch.tensor([3.0, -3.0]), torch.tensor([1.0, 2.0]), eps=0.0)
     tensor([ 1., -2.])
     """
-    return _RMSNorm.apply(x, weight, eps, num_groups)  # type: ignore[no-untyped-call]
+    return _RMSNorm.apply(x, weight, eps, num_groups)[0]  # type: ignore[no-untyped-call]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, num_groups: int) -> Tensor:
+    def forward(x: Tensor, weight: Tensor, eps: float, num_groups: int) -> tuple[Tensor, Tensor]:
         rows = x.reshape(-1, num_groups, x.shape[-1] // num_groups)
         wide = torch.promote_types(x.dtype, torch.float32)
         scale = x.new_empty(len(rows), num_groups, 1, dtype=wide)
         out = torch.empty_like(rows)
         gain = weight.to(wide).view(num_groups, -1)
-        for block in _blocks(rows):
-            part = rows[block].to(wide)
-            scale[block] = (_mean_product(part, part) + eps).rsqrt_()
-            out[block] = (part * scale[block]).mul_(gain)
-        ctx.save_for_backward(x, weight, scale)
-        return out.view(x.shape)
+        for tile in _tiles(rows):
+            some = rows[tile].to(wide)
+            scale[tile] = (_mean_product(some, some) + eps).rsqrt_()
+            out[tile] = (some * scale[tile]).mul_(gain)
+        return out.view(x.shape), scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:2], output[1])
+        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
         num_groups, wide = scale.shape[1], scale.dtype
         shape = (-1, num_groups, x.shape[-1] // num_groups)
         rows, grads = x.reshape(shape), grad.reshape(shape)
         gain = weight.to(wide).view(num_groups, -1)
         grad_rows, grad_gain = torch.empty_like(rows), torch.zeros_like(gain)
-        for block in _blocks(rows):
-            unit = rows[block].to(wide) * scale[block]
-            part = grads[block].to(wide)
-            grad_gain += (part * unit).sum(0)
-            part = part * gain
-            part -= unit.mul_(_mean_product(part, unit))
-            grad_rows[block] = part.mul_(scale[block])
+        for tile in _tiles(rows):
+            unit = rows[tile].to(wide) * scale[tile]
+            pull = grads[tile].to(wide)
+            grad_gain += (pull * unit).sum(0)
+            pull = pull * gain
+            pull -= unit.mul_(_mean_product(pull, unit))
+            grad_rows[tile] = pull.mul_(scale[tile])
         return grad_rows.view(x.shape), grad_gain.view(-1).to(weight.dtype), None, None
 
 
@@ -64,10 +68,10 @@ def _mean_product(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).mean(-1, keepdim=True)
 
 
-def _blocks(rows: Tensor) -> Iterator[slice]:
+def _tiles(rows: Tensor) -> Iterator[slice]:
     if torch.compiler.is_compiling() or rows.device.type != "cpu":
         yield slice(None)
         return
-    size = max(1, BLOCK_ELEMENTS // max(1, rows[:1].numel()))
+    size = max(1, TILE_ELEMENTS // max(1, rows[:1].numel()))
     for start in range(0, len(rows), size):
         yield slice(start, start + size)

@@ -5,7 +5,7 @@ import torch
 from smat.layers.span import Span
 from smat.layers.transported_memory import TransportedMemory
 from smat.masks import SMatMask
-from smat.ops.recurrent_reference import transition_reference
+from smat.ops.delta_rule.reference import transition_reference
 
 BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 24, 5, 2, 3, 2
 CPU = torch.device("cpu")

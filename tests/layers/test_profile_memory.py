@@ -13,7 +13,8 @@ from smat.layers.span import Span
 from smat.layers.transported_memory import TransportedMemory
 from smat.masks import SMatMask, doubling, kept, none, window
 from smat.ops import smat_attention
-from smat.ops.recurrent_reference import decay_reference, delta_rule_reference
+from smat.ops.delta_rule.reference import delta_rule_reference
+from smat.ops.log_linear.reference import decay_reference
 from tests.layers.memory_definition import (
     BATCH,
     CPU,

@@ -14,11 +14,8 @@ from smat.layers import (
     LogLinearMamba2,
     Mamba2,
 )
-from smat.ops.recurrent_reference import (
-    decay_reference,
-    delta_rule_reference,
-    log_linear_reference,
-)
+from smat.ops.delta_rule.reference import delta_rule_reference
+from smat.ops.log_linear.reference import decay_reference, log_linear_reference
 from tests.layers.mixers import CountingMemory, convolve, make, relative_rms, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")

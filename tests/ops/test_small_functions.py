@@ -1,4 +1,4 @@
-"""Norm, projections, scores and features with gradients of their own, against autograd's."""
+"""Norm, scores and features with gradients of their own, against autograd's."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch
 from smat.layers.selectors import _highest
 from smat.ops import normalize
 from smat.ops.chosen_scores import chosen_scores
+from smat.ops.convolve import convolve
 from smat.ops.decay import exp_or_zero_
 from smat.ops.feature_maps import pointwise_map
 from smat.ops.normalize import rms_norm
-from smat.ops.project import project
 
 
 def draw(*shape, dtype=torch.float64, seed=0):
@@ -17,11 +17,11 @@ def draw(*shape, dtype=torch.float64, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
 
-@pytest.mark.parametrize("block", [1, 20, 1 << 16])
+@pytest.mark.parametrize("tile", [1, 20, 1 << 16])
 @pytest.mark.parametrize("num_groups", [1, 3])
 @pytest.mark.parametrize("shape", [(6,), (5, 6), (2, 3, 7, 6), (0, 6)])
-def test_norm_and_its_gradients(monkeypatch, shape, num_groups, block):
-    monkeypatch.setattr(normalize, "BLOCK_ELEMENTS", block)
+def test_norm_and_its_gradients(monkeypatch, shape, num_groups, tile):
+    monkeypatch.setattr(normalize, "TILE_ELEMENTS", tile)
     x, weight, grad = draw(*shape), draw(6, seed=1), draw(*shape, seed=2)
     groups = x.unflatten(-1, (num_groups, -1))
     scale = (groups.square().mean(-1, keepdim=True) + 1e-3).rsqrt()
@@ -39,23 +39,6 @@ def test_a_norm_of_strided_input():
         rms_norm(x, torch.ones(6, dtype=torch.float64), 1e-5),
         rms_norm(x.contiguous(), torch.ones(6, dtype=torch.float64), 1e-5),
     )
-
-
-def test_projections_are_products_and_gradients_add_up():
-    x, one, other = draw(2, 5, 4), draw(3, 4, seed=1), draw(7, 4, seed=2)
-    assert torch.autograd.gradcheck(project, (x, one, other))
-    for found, weight in zip(project(x, one, other), (one, other), strict=True):
-        torch.testing.assert_close(found, x @ weight.t())
-
-
-def test_projections_under_autocast_are_in_half_precision_with_full_gradients():
-    x, weight = draw(2, 5, 4, dtype=torch.float32), draw(3, 4, dtype=torch.float32, seed=1)
-    with torch.autocast("cpu", torch.bfloat16):
-        (y,) = project(x, weight)
-    assert y.dtype == torch.bfloat16
-    grads = torch.autograd.grad(y.float().sum(), (x, weight))
-    assert [grad.dtype for grad in grads] == [torch.float32] * 2
-    torch.testing.assert_close(y.float(), x @ weight.t(), rtol=0.03, atol=0.03)
 
 
 @pytest.mark.parametrize("name", ["elu", "relu", "identity"])
@@ -101,3 +84,33 @@ def test_highest_finds_what_topk_finds():
     for size in (4, 100, 300):
         scores = draw(20, size).detach()
         assert torch.equal(_highest(scores, 4), scores.topk(4).indices)
+
+
+def test_gradients_of_torch_func_are_those_of_autograd():
+    x, weight, bias = draw(2, 9, 6), draw(6, seed=1), draw(6, seed=2)
+    taps, matrix = draw(6, 3, seed=3), draw(6, 6, seed=4)
+    chosen = torch.arange(9).expand(2, 9).remainder(3).view(2, 9, 1, 1)
+
+    def loss(x, weight, bias, taps, matrix):
+        convolved = convolve(rms_norm(x, weight, 1e-3), taps, bias, activation=True)
+        scores = (convolved @ matrix.t() + bias).detach().unsqueeze(2)
+        return chosen_scores(scores, chosen, convolved, matrix, bias).square().sum()
+
+    given = (x, weight, bias, taps, matrix)
+    expected = torch.autograd.grad(loss(*given), given)
+    found = torch.func.grad(loss, argnums=(0, 1, 2, 3, 4))(*(each.detach() for each in given))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1e20])
+def test_what_is_not_finite_raises_nothing(value):
+    x = draw(2, 9, 6, dtype=torch.float32).detach()
+    x[0, 4, 1] = value
+    x.requires_grad_()
+    weight, taps = draw(6, dtype=torch.float32, seed=1), draw(6, 3, dtype=torch.float32, seed=3)
+    y = convolve(rms_norm(x, weight, 1e-3), taps, None, activation=True)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    assert y[1].isfinite().all()
+    assert grad[1].isfinite().all()
+    assert y[0].isfinite().all() == (value == 1e20)

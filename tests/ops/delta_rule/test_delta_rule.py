@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smat.ops import delta_chunks
-from smat.ops.delta_rule import _delta_rule, delta_rule, delta_rule_step
-from smat.ops.recurrent_reference import delta_rule_reference
+from smat.ops.delta_rule import chunks, delta_rule, delta_rule_step
+from smat.ops.delta_rule.delta_rule import _forward
+from smat.ops.delta_rule.reference import delta_rule_reference
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "initial_state")
 
@@ -64,7 +64,7 @@ def test_outputs_states_and_gradients_equal_the_sequential_ones(seq_len, chunk_s
 
 @pytest.mark.parametrize("tiles", [1, 8, 12])
 def test_blocks_of_chunks_may_be_cut_anywhere(tiles, monkeypatch):
-    monkeypatch.setattr(delta_chunks, "TILES_PER_BLOCK", tiles)
+    monkeypatch.setattr(chunks, "TILES_AT_ONCE", tiles)
     assert_same(make_inputs(45), 1e-12, 1e-10, chunk_size=8)
 
 
@@ -142,6 +142,19 @@ def test_extreme_gates(gate, dtype):
         assert (found["log_decay"][:, ::3] == 0).all()
     else:
         assert_same(inputs, *limits, chunk_size=16)
+
+
+@pytest.mark.parametrize("gate", [-1e-3, -1.0, -5.0, -10.0, -20.0])
+def test_gradients_of_constant_gates_keep_their_digits(gate):
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = make_inputs(1000, batch=1, key_dim=8, dtype=torch.float32)
+        inputs = {n: x.detach().to(dtype).requires_grad_() for n, x in inputs.items()}
+        inputs["log_decay"].data.fill_(gate)
+        out, _ = delta_rule(**inputs)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs["log_decay"])[0])
+    assert error(*grads) <= 1e-4
+    assert error(*(grad.sum(1) for grad in grads)) <= 1e-4
 
 
 def test_a_gate_of_minus_infinity_starts_again():
@@ -233,6 +246,8 @@ def test_without_gradients_no_states_are_kept_and_nothing_changes():
     assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
 
+# torch.compile itself makes an object of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiles_whole_and_for_any_length():
     def loss(inputs):
         out, state = delta_rule(**inputs, output_final_state=True, chunk_size=16)
@@ -248,8 +263,8 @@ def test_compiles_whole_and_for_any_length():
 
 
 def test_the_operator_is_registered_rightly():
-    given = (*make_inputs(9).values(), 1.0, 4, True)
-    torch.library.opcheck(_delta_rule, given)
+    given = [x.detach() for x in make_inputs(9).values()]
+    torch.library.opcheck(_forward, (given, 1.0, 4, True))
 
 
 @pytest.mark.parametrize("seq_len", [1, 50, 130])
@@ -282,6 +297,54 @@ def test_equals_flash_linear_attention():
     out, state = plain(*by_head, initial_state=initial)
     found = delta_rule(q, k, v, beta, initial_state=initial, output_final_state=True)
     assert max(map(error, found, (out.transpose(1, 2), state))) <= 1e-5
+
+
+def test_transforms_of_torch_func():
+    inputs = {n: x.detach() for n, x in make_inputs(10).items()}
+
+    def loss(given):
+        return delta_rule(**given, chunk_size=4)[0].square().sum()
+
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    expected = dict(zip(leaves, torch.autograd.grad(loss(leaves), leaves.values()), strict=True))
+    found = torch.func.grad(loss)(inputs)
+    stacked = {n: torch.stack([x / 2, x]) for n, x in inputs.items()}
+    per_sample = torch.vmap(torch.func.grad(loss))(stacked)
+    of_all = torch.func.grad(lambda given: torch.vmap(loss)(given).sum())(stacked)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad)
+        torch.testing.assert_close(per_sample[name][1], grad)
+        torch.testing.assert_close(of_all[name][1], grad)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(loss)(stacked)[1], loss(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_what_has_no_derivative_says_so():
+    inputs = make_inputs(10)
+
+    def loss(q):
+        return delta_rule(**{**inputs, "q": q}, chunk_size=4)[0].square().sum()
+
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(loss, (inputs["q"],), (inputs["q"],))
+    (grad,) = torch.autograd.grad(loss(inputs["q"]), inputs["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so_and_nothing_raises(value):
+    for name in NAMES:
+        inputs = make_inputs(10)
+        if name == "log_decay" and not math.isnan(value):
+            continue  # -inf forgets, inf is refused
+        inputs[name].data[0, ..., 1] = value
+        out, _ = delta_rule(**inputs, chunk_size=4)
+        grads = torch.autograd.grad(out.sum(), list(inputs.values()))
+        assert not out.isfinite().all(), name
+        assert not all(x.isfinite().all() for x in grads), name
+        assert out[1:].isfinite().all(), name
 
 
 @pytest.mark.parametrize(

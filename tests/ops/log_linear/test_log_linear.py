@@ -7,16 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smat.ops import log_linear_decay, log_linear_delta
-from smat.ops.delta_rule import delta_rule
+from smat.ops.delta_rule import chunks, delta_rule
 from smat.ops.log_linear import (
     LogLinearState,
     log_linear_attention,
     log_linear_delta_rule,
     log_linear_step,
 )
-from smat.ops.log_linear_ops import log_linear
-from smat.ops.recurrent_reference import decay_reference, log_linear_reference
+from smat.ops.log_linear.log_linear import _forward
+from smat.ops.log_linear.reference import decay_reference, log_linear_reference
 
 FORMS = {"decay": log_linear_attention, "delta": log_linear_delta_rule}
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -82,8 +81,7 @@ def test_outputs_and_gradients_equal_the_definition(form, seq_len, chunk_size):
 @each_form
 @pytest.mark.parametrize("tiles", [1, 3, 7])
 def test_blocks_of_tiles_may_be_cut_anywhere(form, tiles, monkeypatch):
-    for module in (log_linear_decay, log_linear_delta):
-        monkeypatch.setattr(module, "TILES_PER_BLOCK", tiles)
+    monkeypatch.setattr(chunks, "TILES_AT_ONCE", tiles)
     assert_same(form, make_inputs(form, 23), 1e-12, 1e-10, chunk_size=4)
 
 
@@ -166,6 +164,20 @@ def test_extreme_gates(form, gate):
         assert error(out, log_linear_reference(**inputs)) <= 1e-12
     else:
         assert_same(form, inputs, 1e-12, 1e-10, chunk_size=8)
+
+
+@each_form
+@pytest.mark.parametrize("gate", [-1e-3, -1.0, -5.0, -10.0, -20.0])
+def test_gradients_of_constant_gates_keep_their_digits(form, gate):
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = make_inputs(form, 1000, levels=11, key_dim=8, dtype=torch.float32)
+        inputs = {n: x.detach().to(dtype).requires_grad_() for n, x in inputs.items()}
+        inputs["log_decay"].data.fill_(gate)
+        out, _ = FORMS[form](**inputs)
+        grads.append(torch.autograd.grad(out.square().sum(), inputs["log_decay"])[0])
+    assert error(*grads) <= 1e-4
+    assert error(*(grad.sum(1) for grad in grads)) <= 1e-4
 
 
 @each_form
@@ -262,6 +274,8 @@ def test_autocast_does_not_reach_the_sums(form):
     assert torch.equal(found, FORMS[form](**inputs, chunk_size=8)[0])
 
 
+# torch.compile itself makes an object of torch.autograd.Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @each_form
 def test_compiles_whole_and_for_any_length(form):
     def loss(inputs):
@@ -292,8 +306,9 @@ def test_a_step_compiles_once_for_every_token():
 @each_form
 def test_the_operator_is_registered_rightly(form):
     inputs = make_inputs(form, 9)
-    given = [inputs[n] for n in ("q", "k", "v", "level_weights", "log_decay")]
-    torch.library.opcheck(log_linear, (*given, inputs.get("beta"), 1.0, 4))
+    given = [inputs[n].detach() for n in ("q", "k", "v", "level_weights", "log_decay")]
+    given += [inputs["beta"].detach()] if form == "delta" else []
+    torch.library.opcheck(_forward, (given, 1.0, 4))
 
 
 def test_equals_flash_linear_attention():
@@ -318,6 +333,57 @@ def test_with_all_weights_one_it_equals_simple_gla():
     )
     assert error(found, expected) <= 1e-5
     assert error(state.buckets.sum(2), last) <= 1e-5
+
+
+@each_form
+def test_transforms_of_torch_func(form):
+    inputs = {n: x.detach() for n, x in make_inputs(form, 10, levels=4).items()}
+
+    def loss(given):
+        return FORMS[form](**given, chunk_size=4)[0].square().sum()
+
+    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
+    expected = dict(zip(leaves, torch.autograd.grad(loss(leaves), leaves.values()), strict=True))
+    found = torch.func.grad(loss)(inputs)
+    stacked = {n: torch.stack([x / 2, x]) for n, x in inputs.items()}
+    per_sample = torch.vmap(torch.func.grad(loss))(stacked)
+    of_all = torch.func.grad(lambda given: torch.vmap(loss)(given).sum())(stacked)
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad)
+        torch.testing.assert_close(per_sample[name][1], grad)
+        torch.testing.assert_close(of_all[name][1], grad)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(loss)(stacked)[1], loss(inputs))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@each_form
+def test_what_has_no_derivative_says_so(form):
+    inputs = make_inputs(form, 10, levels=4)
+
+    def loss(q):
+        return FORMS[form](**{**inputs, "q": q}, chunk_size=4)[0].square().sum()
+
+    with pytest.raises(NotImplementedError, match="forward mode"):
+        torch.func.jvp(loss, (inputs["q"],), (inputs["q"],))
+    (grad,) = torch.autograd.grad(loss(inputs["q"]), inputs["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        grad.sum().backward()
+
+
+@each_form
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_so_and_nothing_raises(form, value):
+    for name in make_inputs(form, 10, levels=4):
+        inputs = make_inputs(form, 10, levels=4)
+        if name == "log_decay" and not math.isnan(value):
+            continue  # -inf forgets, inf is refused
+        inputs[name].data[0, 5] = value
+        out, _ = FORMS[form](**inputs, chunk_size=4)
+        grads = torch.autograd.grad(out.sum(), list(inputs.values()))
+        assert not out.isfinite().all(), name
+        assert not all(x.isfinite().all() for x in grads), name
+        assert out[1:].isfinite().all(), name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smat.ops.delta_rule import check_shapes, delta_rule_step, run_delta_rule
+from smat.ops.delta_rule.chunks import check_shapes
+from smat.ops.delta_rule.delta_rule import run_delta_rule
 
 
 def transport_keys(
@@ -83,27 +84,6 @@ def transport_queries(
         q, k, None, beta, log_decay, initial_transition, scale, chunk_size
     )
     return queries, product if output_final_transition else None
-
-
-def transport_query_step(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    transition: Tensor,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Take one recent token: q, k (B, H, K), gates (B, H), transition (B, H, K, K).
-
-    >>> k = torch.ones(1, 1, 1)
-    >>> start = torch.ones(1, 1, 1, 1)
-    >>> query, product = transport_query_step(k, k, torch.full((1, 1), 0.25), transition=start)
-    >>> query.item(), product.item()
-    (0.75, 0.75)
-    """
-    nothing = torch.zeros_like(k)
-    return delta_rule_step(q, k, nothing, beta, log_decay, state=transition, scale=scale)
 
 
 def _identity(k: Tensor) -> Tensor:

@@ -6,16 +6,33 @@ by a weight of the query's own. Chunked in O(T log T) work, decoded with O(log T
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.decay import LogDecay
-from smat.ops.delta_rule import check_shapes
-from smat.ops.log_linear_ops import log_linear
-from smat.ops.transport import transport_keys
-from smat.ops.wy import compute_dtype
+from smat.ops.decay import FORGETS
+from smat.ops.delta_rule.chunks import (
+    check_gates,
+    check_shapes,
+    compute_dtype,
+    pack,
+    recomputed,
+    register_operator,
+    token_ranges,
+    unpack,
+)
+from smat.ops.delta_rule.transport import transport_keys
+from smat.ops.log_linear.tree import (
+    DecayTiles,
+    DeltaTiles,
+    add_reads,
+    gather_levels,
+    grads_of_reads,
+    spread_levels,
+)
 
 
 class LogLinearState(NamedTuple):
@@ -66,16 +83,15 @@ def log_linear_attention(
     The final state is that of rows of `lengths` (B,) tokens if given: what follows them must be
     idle, with log_decay 0 (and beta 0).
     """
-    _check(q, k, v, level_weights, log_decay, None, chunk_size)
+    check_shapes(q, k, None, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
-    out = log_linear(q, k, v, level_weights, gates, None, scale, chunk_size)
+    given = (q, k, v, level_weights, gates)
+    out, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
     if not output_final_state:
         return out, None
-    dtype = compute_dtype(k, v)
-    counts = torch.arange(k.shape[1], device=k.device) + 1
-    decay = LogDecay(gates.transpose(1, 2).flatten(0, 1)).between(counts[-1:], counts, dtype)
-    decay = decay.view(k.shape[0], k.shape[2], -1).mT.unsqueeze(-1)
-    return out, _final_state(k * decay, v, level_weights, lengths)
+    later = F.pad(gates[:, 1:].double().clamp(min=FORGETS), (0, 0, 0, 1))
+    decay = later.flip(1).cumsum(1).flip(1).exp().to(compute_dtype(k, v))
+    return out, _final_state(k * decay.unsqueeze(-1), v, level_weights, lengths)
 
 
 def log_linear_delta_rule(
@@ -103,9 +119,10 @@ def log_linear_delta_rule(
 
     Shapes as for `log_linear_attention`, beta (B, T, H).
     """
-    _check(q, k, v, level_weights, log_decay, beta, chunk_size)
+    check_shapes(q, k, beta, log_decay, chunk_size, v=v, level_weights=level_weights)
     gates = torch.zeros_like(beta) if log_decay is None else log_decay
-    out = log_linear(q, k, v, level_weights, gates, beta, scale, chunk_size)
+    given = (q, k, v, level_weights, gates, beta)
+    out, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
     if not output_final_state:
         return out, None
     dtype = compute_dtype(k, v)
@@ -153,8 +170,8 @@ def log_linear_step(
     out = torch.einsum("bhk,bhkv->bhv", query, seen)
 
     bits = state.num_tokens.unsqueeze(-1) >> torch.arange(num_buckets - 1, device=q.device) & 1
-    carried = torch.nn.functional.pad(bits.cumprod(-1), (0, 1)).to(dtype)
-    landing = torch.nn.functional.one_hot(carried.sum(-1).long(), num_buckets).to(dtype)
+    carried = F.pad(bits.cumprod(-1), (0, 1)).to(dtype)
+    landing = F.one_hot(carried.sum(-1).long(), num_buckets).to(dtype)
     carry = own + torch.einsum("bl,bhlkv->bhkv", carried, buckets)
     kept = buckets * (1 - carried)[:, None, :, None, None]
     buckets = kept + torch.einsum("bl,bhkv->bhlkv", landing, carry)
@@ -168,39 +185,99 @@ def _final_state(
     batch, seq_len = keys.shape[:2]
     values = v.to(keys.dtype)
     num_buckets = max(1, level_weights.shape[-1] - 1)
-    if lengths is not None:
+    buckets = []
+    if lengths is None:
+        lengths = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
+        stop = seq_len
+        for bit in range(num_buckets):
+            start = 0 if bit == num_buckets - 1 else stop - (seq_len & (1 << bit))
+            tokens = slice(start, stop)
+            buckets.append(torch.einsum("bthk,bthv->bhkv", keys[:, tokens], values[:, tokens]))
+            stop = start
+    else:
         if lengths.shape != (batch,):
             raise ValueError(f"lengths must be (B,) = ({batch},), not {(*lengths.shape,)}")
-        token = torch.arange(seq_len, device=keys.device)
-        differ = lengths.unsqueeze(-1) ^ token
-        bucket = sum(((differ >> bit) > 0).long() for bit in range(1, num_buckets))
-        bucket = torch.where(token < lengths.unsqueeze(-1), bucket, -1)
-        chosen = [(bucket == bit)[..., None, None] * keys for bit in range(num_buckets)]
-        buckets = [torch.einsum("bthk,bthv->bhkv", part, values) for part in chosen]
-        return LogLinearState(torch.stack(buckets, 2), lengths.long())
-    buckets, stop = [], seq_len
-    for bit in range(num_buckets):
-        start = 0 if bit == num_buckets - 1 else stop - (seq_len & (1 << bit))
-        part = torch.einsum("bthk,bthv->bhkv", keys[:, start:stop], values[:, start:stop])
-        buckets.append(part)
-        stop = start
-    counts = torch.full((batch,), seq_len, dtype=torch.long, device=keys.device)
-    return LogLinearState(torch.stack(buckets, 2), counts)
+        token, length = torch.arange(seq_len, device=keys.device), lengths.unsqueeze(-1)
+        bits = torch.arange(1, num_buckets, device=keys.device)
+        bucket = ((length ^ token).unsqueeze(-1) >> bits > 0).sum(-1)
+        for bit in range(num_buckets):
+            chosen = keys * ((bucket == bit) & (token < length))[..., None, None]
+            buckets.append(torch.einsum("bthk,bthv->bhkv", chosen, values))
+    return LogLinearState(torch.stack(buckets, 2), lengths.long())
 
 
-def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    level_weights: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    chunk_size: int,
-) -> None:
-    gate = k[..., 0] if beta is None else beta
-    check_shapes(q, k, gate, log_decay, chunk_size)
-    for name, x in (("v", v), ("level_weights", level_weights)):
-        if x.ndim != 4 or x.shape[:3] != k.shape[:3] or x.shape[3] < 1:
-            raise ValueError(
-                f"{name} must be (B, T, H, .) with k's B, T, H: {(*x.shape,)} / {(*k.shape,)}"
-            )
+def _tiles(
+    given: Sequence[Tensor], tokens: slice, scale: float, chunk_size: int
+) -> tuple[DecayTiles | DeltaTiles, Tensor]:
+    """Summarise the chunks of some tokens; their weights come along, both as tiles."""
+    dtype = compute_dtype(*given[:4])
+    wide = (*given[:4], *(gate.unsqueeze(-1) for gate in given[4:]))
+    q, k, v, weights, *gates = (pack(x[:, tokens], chunk_size, dtype) for x in wide)
+    form = DecayTiles if len(gates) == 1 else DeltaTiles
+    return form(q.mul_(scale), k, v, *gates), weights
+
+
+def _by_head(found: Sequence[tuple[Tensor, ...]], k: Tensor) -> Iterator[Tensor]:
+    """Lay tiles of all ranges (chunks B H, ...) side by side, (B H, chunks, ...)."""
+    shape = (-1, k.shape[0] * k.shape[2])
+    for tiles in zip(*found, strict=True):
+        yield torch.cat([x.unflatten(0, shape).transpose(0, 1) for x in tiles], 1)
+
+
+@register_operator("smat::log_linear")
+def _forward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    k, v = given[1:3]
+    check_gates(given[4])
+    found = []
+    for tokens in token_ranges(k, chunk_size):
+        tiles, weights = _tiles(given, tokens, scale, chunk_size)
+        y = torch.bmm(spread_levels(weights).mul_(tiles.inner), tiles.writes)
+        found.append((y, tiles.queries, tiles.written, tiles.transition, weights))
+    y, *tree = _by_head(found, k)
+    add_reads(y, *tree)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    unpack(y.transpose(0, 1).flatten(0, 1), out)
+    return [out, y.new_empty(len(k), 0)]
+
+
+@register_operator("smat::log_linear_backward")
+def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    """Build the tree again, carry gradients down it, and build a few chunks again at a time."""
+    *given, _, grad_out = tensors
+    ranges = token_ranges(given[1], chunk_size)
+    found = []
+    for tokens in ranges:
+        tiles, weights = _tiles(given, tokens, scale, chunk_size)
+        grad_y = pack(grad_out[:, tokens], chunk_size, weights.dtype)
+        found.append((grad_y, tiles.queries, tiles.written, tiles.transition, weights))
+    tree = list(_by_head(found, given[1]))
+    grad_tree = (tree[0], *grads_of_reads(*tree))
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
+    wide = [*grads[:4], *(grad.unsqueeze(-1) for grad in grads[4:])]
+    for tokens in ranges:
+        tiles, weights = _tiles(given, tokens, scale, chunk_size)
+        chunks = slice(tokens.start // chunk_size, tokens.stop // chunk_size)
+        grad_y, *grad_summary, grad_weights = (
+            x[:, chunks].transpose(0, 1).flatten(0, 1) for x in grad_tree
+        )
+        spread = spread_levels(weights)
+        grad_inner = torch.bmm(grad_y, tiles.writes.mT)
+        grad_weights += gather_levels(grad_inner * tiles.inner, weights.shape[-1])
+        grad_inner.mul_(spread)
+        grad_writes = torch.bmm(spread.mul_(tiles.inner).mT, grad_y)
+        grad_q, *others = tiles.backward(grad_inner, grad_writes, *grad_summary)
+        ordered = (grad_q.mul_(scale), *others[:2], grad_weights, *others[2:])
+        for grad, some in zip(wide, ordered, strict=True):
+            unpack(some, grad[:, tokens])
+    return grads
+
+
+@_forward.register_fake
+def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
+    return [out, out.new_empty(len(out), 0, dtype=compute_dtype(*given[:4]))]
+
+
+@_backward.register_fake
+def _(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:-2]]
