@@ -3,32 +3,30 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.layers.hashed_routing import PositionalRouting, Routing
-from smat.layers.lengths import mask_recipe
-from smat.layers.mamba2 import decode
+from smat.layers.call import CallInfo, MixerCache, attend_after
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
     RMSNorm,
+    describe_mask,
+    head_width,
     init_decay_rate_,
     init_step_bias_,
     step_and_log_decay,
 )
+from smat.layers.routing.routers import PositionalRouting, Router
 from smat.layers.short_convolution import ShortConvolution
-from smat.layers.span import MixerCache, Span
 from smat.masks import BoundarySchedule, SMatMask
 from smat.ops import smat_attention, smat_attention_at
 from smat.ops.arguments import check_positions
 from smat.ops.convolve import convolve, convolve_at, window
 from smat.ops.feature_maps import Favor, FeatureMap
-from smat.ops.project import project
 
 
 class SMatAttention(Mixer):
@@ -88,12 +86,12 @@ class SMatAttention(Mixer):
         key_gate: bool = False,
         output_gate: bool = False,
         output_norm: bool = False,
-        routing: Routing | None = None,
+        routing: Router | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        head_dim = head_width(hidden_size, num_heads, head_dim)
         key_heads = num_heads if num_kv_heads is None else num_kv_heads
         if num_heads % key_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {key_heads} key heads")
@@ -104,7 +102,7 @@ class SMatAttention(Mixer):
             self.feature_map, key_dim = Favor(feature_dim), head_dim
         self.horizon = horizon
         self.recipe = mask_recipe(horizon, vc_dim, chunk_size, field_size, boundary)
-        self.routing: Routing = PositionalRouting() if routing is None else routing
+        self.routing: Router = PositionalRouting() if routing is None else routing
         self.widths = [num_heads * key_dim, key_heads * key_dim, key_heads * head_dim]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
@@ -141,6 +139,15 @@ class SMatAttention(Mixer):
         """Return the mask of the horizon, or without one that of an input's own length."""
         return self.recipe if self.horizon is not None else self.recipe.for_length(length)
 
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        """The positions of outputs, and what the routing takes."""
+        return ("positions", *self.routing.extra_inputs)
+
+    def extra_repr(self) -> str:
+        """Show d, horizon and boundary of the mask."""
+        return describe_mask(self.recipe, self.horizon)
+
     def forward(
         self,
         hidden_states: Tensor,
@@ -149,7 +156,7 @@ class SMatAttention(Mixer):
         use_cache: bool = False,
         *,
         positions: Tensor | None = None,
-        **kwargs: Any,
+        **extras: Any,
     ) -> tuple[Tensor, None, MixerCache | None]:
         """Mix tokens as every mixer does; or only as seen from `positions` (R,): (B, R, hidden).
 
@@ -158,134 +165,124 @@ class SMatAttention(Mixer):
         """
         given = (hidden_states, attention_mask, past_key_values, use_cache)
         if positions is None:
-            return super().forward(*given, **kwargs)
+            return super().forward(*given, **extras)
         check_positions(positions, hidden_states.shape[1])
-        apart = self.horizon is None and kwargs.get("cu_seqlens") is not None
+        apart = self.horizon is None and extras.get("cu_seqlens") is not None
         if attention_mask is None and past_key_values is None and not use_cache and not apart:
-            return super().forward(*given, positions=positions, **kwargs)
-        out, _, cache = super().forward(*given, **kwargs)
+            return super().forward(*given, positions=positions, **extras)
+        out, _, cache = super().forward(*given, **extras)
         return out[:, positions], None, cache
 
-    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
-        if self.horizon is None and (span.use_cache or span.cu_seqlens is not None):
-            return self._mix_apart(x, span)
-        if span.rows is not None:
-            windows = x[:, window(span.rows, self.conv_size)]
-            return self.mix_rows(windows, project(x, *self.row_weights()), span, x), None
-        q, k, v, inputs = self._project(x, span)
-        gates = [None if each is None else each(x) for each in (self.a_proj, self.h_proj)]
-        y, state, route = self._attend(x, q, k, v, gates, span)
-        out = self.o_proj(self._finish(x, y).flatten(-2))
-        if not span.use_cache:
-            return out, None
-        conv = None
+    def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
+        if self.horizon is None and (call.use_cache or call.cu_seqlens is not None):
+            return self._mix_apart(x, call)
+        mask, queries = self.mask_for(call.length), call.queries
+        q, k, v, conv = self._project(x, call) if queries is None else self._project_at(x, call)
+        assignment, routing = self.routing(x, mask, call)
+        y, state = self._attend(
+            q, k, v, self.routing.read_mask(mask), call, {**self._gates(x), **assignment._asdict()}
+        )
+        x = x if queries is None else x[:, queries]
+        if self.g_proj is not None:
+            gate = self.g_proj(x).view_as(y)
+            y = y * F.silu(gate) if self.norm is None else self.norm(y, gate)
+        elif self.norm is not None:
+            y = self.norm(y)
+        return self.o_proj(y.flatten(-2)), call.cache(conv=conv, state=state, routing=routing)
+
+    def _project(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return queries, keys and values, (B, T, .), and the state of their convolution."""
+        qkv, state = self.qkv_proj(x), None
         if self.conv is not None:
-            past = span.part("conv")
-            conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
-        return out, span.cache(conv=conv, state=state, routing=route)
+            past, inputs = call.before("conv"), qkv
+            qkv = self.conv(inputs, past, call.first_visible())
+            if call.use_cache:
+                state = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
+        q, k, v = qkv.split(self.widths, -1)
+        return q, k, v, state
 
-    @property
-    def conv_size(self) -> int:
-        """The number of tokens that a query is made of."""
-        return 1 if self.conv is None else self.conv.width
-
-    def row_weights(self) -> list[Tensor]:
-        """List what all tokens are multiplied by when only rows are wanted: keys, values, gates."""
-        gates = [each.weight for each in (self.a_proj, self.h_proj) if each is not None]
-        return [*self.qkv_proj.weight.split(self.widths)[1:], *gates]
-
-    def mix_rows(
-        self, windows: Tensor, projected: Sequence[Tensor], span: Span, x: Tensor | None = None
-    ) -> Tensor:
-        """Mix as seen from ``span.rows`` alone, (B, R, hidden).
-
-        `windows` (B, R, conv_size, hidden) are the inputs that the rows' queries are made of, and
-        `projected` those of all tokens times `row_weights`. The inputs themselves, x, are for a
-        routing that looks at them.
-        """
-        rows, first = span.rows, span.first_visible()
-        assert rows is not None
-        k, v, *made = projected
-        q_weight = self.qkv_proj.weight[: self.widths[0]]
-        q = F.linear(windows, q_weight)
+    def _project_at(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor, Tensor, None]:
+        """Return queries (B, R, .) at the wanted positions alone, keys and values everywhere."""
+        assert call.queries is not None
+        weight, *kv_weight = self.qkv_proj.weight.split([self.widths[0], sum(self.widths[1:])])
+        kv = F.linear(x, *kv_weight)
         if self.conv is None:
-            q = q.squeeze(2)
-        else:
-            q_taps, k_taps, v_taps = self.conv.weight.split(self.widths)
-            q = convolve_at(q, rows, q_taps, activation=True, first=first)
-            k = convolve(k, k_taps, None, activation=True, first=first)
-            v = convolve(v, v_taps, None, activation=True, first=first)
-        a = None if self.a_proj is None else made.pop(0)
-        gates = [a, None if self.h_proj is None else made.pop(0)]
-        y, _, _ = self._attend(x, q, k, v, gates, span)
-        return self.o_proj(self._finish(windows[:, :, -1], y).flatten(-2))
+            return F.linear(x[:, call.queries], weight), *kv.split(self.widths[1:], -1), None
+        first = call.first_visible()
+        taps, kv_taps = self.conv.weight.split([self.widths[0], sum(self.widths[1:])])
+        windows = F.linear(x[:, window(call.queries, self.conv.width)], weight)
+        q = convolve_at(windows, call.queries, taps, activation=True, first=first)
+        kv = convolve(kv, kv_taps, None, activation=True, first=first)
+        return q, *kv.split(self.widths[1:], -1), None
 
-    def _project(self, x: Tensor, span: Span) -> tuple[Tensor, ...]:
-        """Return queries, keys and values, and what went into their convolution."""
-        inputs = self.qkv_proj(x)
-        convolved = inputs
-        if self.conv is not None:
-            convolved = self.conv(inputs, span.part("conv"), span.first_visible())
-        return *convolved.split(self.widths, -1), inputs
+    def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
+        log_decay = None
+        if self.a_proj is not None:
+            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
+        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
+        return {"log_decay": log_decay, "key_gate": key_gate}
 
     def _attend(
         self,
-        x: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        gates: Sequence[Tensor | None],
-        span: Span,
-    ) -> tuple[Tensor, Any, Any]:
+        mask: SMatMask,
+        call: CallInfo,
+        per_token: dict[str, Tensor | None],
+    ) -> tuple[Tensor, Any]:
         q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
-        mask = self.mask_for(span.length)
-        # x is None only where the routing does not look at it.
-        assignment, route = self.routing(cast(Tensor, x), mask, span)
-        per_token, state = {**self._gates(*gates), **assignment._asdict()}, span.part("state")
+        state = call.before("state")
         if state is not None:
-            y, state = decode(state, q, k, v, span, **per_token)
-            return y, state, route
-        mask = self.routing.read_mask(mask)
-        per_token.update(
-            feature_map=self.feature_map, normalize=self.normalize, cu_seqlens=span.cu_seqlens
+            return attend_after(state, q, k, v, call, **per_token)
+        given: dict[str, Any] = {
+            **per_token, "feature_map": self.feature_map, "normalize": self.normalize,
+            "cu_seqlens": call.cu_seqlens,
+        }  # fmt: skip
+        if call.queries is not None:
+            return smat_attention_at(q, k, v, mask, call.queries, **given), None
+        return smat_attention(
+            q, k, v, mask, attention_mask=call.real, output_final_state=call.use_cache, **given
         )
-        if span.rows is not None:
-            return smat_attention_at(q, k, v, mask, span.rows, **per_token), None, route
-        y, state = smat_attention(
-            q, k, v, mask, attention_mask=span.real, output_final_state=span.use_cache, **per_token
-        )
-        return y, state, route
 
-    def _gates(self, a: Tensor | None, h: Tensor | None) -> dict[str, Any]:
-        log_decay = None
-        if a is not None:
-            _, log_decay = step_and_log_decay(a, self.dt_bias, self.A_log)
-        return {"log_decay": log_decay, "key_gate": None if h is None else h.sigmoid()}
-
-    def _finish(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.g_proj is None:
-            return y if self.norm is None else self.norm(y)
-        gate = self.g_proj(x).view_as(y)
-        return y * F.silu(gate) if self.norm is None else self.norm(y, gate)
-
-    def _mix_apart(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+    def _mix_apart(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""
-        if span.use_cache:
+        if call.use_cache:
             raise ValueError(
                 "without a horizon the mask follows the length of each input, and nothing can be "
-                f"decoded after it; make the layer with a horizon, such as horizon={span.length}"
+                f"decoded after it; make the layer with a horizon, such as horizon={call.length}"
             )
-        assert span.cu_seqlens is not None
-        edges = span.cu_seqlens.tolist()
-        outputs = [x.new_zeros(1, 0, self.hidden_size)]
-        for start, stop in itertools.pairwise(edges):
+        assert call.cu_seqlens is not None
+        outputs = []
+        for start, stop in itertools.pairwise(call.cu_seqlens.tolist()):
             if stop > start:
-                extras = {name: _cut(each, start, stop) for name, each in span.extras.items()}
+                extras = {name: each[:, start:stop] for name, each in call.extras.items()}
                 outputs.append(self.forward(x[:, start:stop], **extras)[0])
-        return torch.cat(outputs[1:], 1), None
+        return torch.cat(outputs, 1), None
 
 
-def _cut(x: Any, start: int, stop: int) -> Any:
-    return x[:, start:stop] if isinstance(x, Tensor) and x.ndim > 1 else x
+def mask_recipe(
+    horizon: int | None,
+    vc_dim: int,
+    chunk_size: int,
+    field_size: int | None,
+    boundary: BoundarySchedule | None,
+) -> SMatMask:
+    """Return the mask of a horizon, its boundary kept at every length; or a recipe for any length.
+
+    >>> mask_recipe(1024, 3, 64, None, None).describe()
+    'SMatMask: T = 1024, d = 3, q = 11, n = 512, c = 64, boundary = kept(512)'
+    """
+    if horizon is None:
+        if boundary is not None and boundary.horizon_free and field_size is None and vc_dim > 1:
+            raise ValueError(
+                f"a boundary {boundary.describe()} has no geometry without a horizon or field_size"
+            )
+        length = 1 if boundary is None else max(1, getattr(boundary, "num_distant", 1))
+        return SMatMask(length, vc_dim, chunk_size, field_size, boundary)
+    mask = SMatMask(horizon, vc_dim, chunk_size, field_size, boundary)
+    if mask.boundary.horizon_free:
+        return mask
+    return SMatMask(horizon, vc_dim, chunk_size, mask.geometry.field_size, mask.schedule)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.short_convolution import ShortConvolution
-from smat.ops.padding import Padding
 
 
 class WriteAddress(NamedTuple):
@@ -45,7 +44,8 @@ class HashProjection(nn.Module):
     omega = prod_k [1 + (1 - f_k) - sg(1 - f_k)] is 1, and its derivative by s_k is -1: a one-sided,
     biased estimate. A loss that gains from a larger write pulls s towards the bin's lower edge.
 
-    Addresses are found in fp32 or wider, whatever the input is. Cost: T hidden_size (d - 1) a head.
+    Addresses are found in fp32 or wider, whatever the input is. One that is not finite gives a
+    weight that is not. Cost: T hidden_size (d - 1) a head.
     Paper: w = `weight`, gamma = `gain`, b = `bias`.
     """
 
@@ -73,7 +73,7 @@ class HashProjection(nn.Module):
         remaining = 1 - (position - lower)
         # In this order the sum is exactly 1.
         ste_weight = (1 + (remaining - remaining.detach())).prod(-1)
-        profile = from_digits(lower.long(), self.geometry.field_size)
+        profile = from_digits(lower.nan_to_num(nan=0.0).long(), self.geometry.field_size)
         return WriteAddress(profile, ste_weight, position)
 
     def bin_position(self, write_input: Tensor) -> Tensor:
@@ -97,10 +97,8 @@ class LearnedHash(nn.Module):
     >>> address = learned_hash(hidden)
     >>> address.profile.shape, address.profile.dtype
     (torch.Size([4, 10, 2]), torch.int64)
-    >>> state = learned_hash.empty_state(hidden)
-    >>> for token in hidden.unbind(1):
-    ...     last, state = learned_hash.step(token, state)
-    >>> torch.allclose(last.bin_position, address.bin_position[:, -1], atol=1e-4)
+    >>> last = learned_hash(hidden[:, 9:], state=learned_hash.conv.next_state(hidden[:, :9]))
+    >>> torch.allclose(last.bin_position, address.bin_position[:, 9:], atol=1e-4)
     True
 
     An address depends on its own token and the three before it, and is never revised. The
@@ -121,53 +119,20 @@ class LearnedHash(nn.Module):
             {key: HashProjection(hidden_size, num_heads, g) for key, g in keyed(geometry)}
         )
 
-    def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
-        for module in (self.conv, *self.projections.values()):
-            module.reset_parameters()  # type: ignore[operator]
-
     def forward(
         self,
         hidden: Tensor,
         geometry: Geometry | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
         state: Tensor | None = None,
+        first_visible: Tensor | None = None,
     ) -> WriteAddress:
         """Hash (B, T, hidden_size), after the inputs in `state` if given.
 
-        The geometry may stay out if there is only one. Padding is skipped, wherever it stands, and
-        packed sequences stay apart.
+        The geometry may stay out if there is only one. `first_visible` (1, T) keeps packed
+        sequences apart.
         """
-        padding = Padding(attention_mask)
-        (x,) = padding.remove(hidden)
-        first = None if cu_seqlens is None else _sequence_starts(cu_seqlens, x.shape[1])
-        write_input = padding.restore(self.conv(x, state, first))
+        write_input = self.conv(hidden, state, first_visible)
         return of_geometry(self.projections, geometry)(write_input)
-
-    def empty_state(self, hidden: Tensor) -> Tensor:
-        """Return the state before the first token of a batch like (B, ..., hidden_size)."""
-        return hidden.new_zeros(len(hidden), self.conv.width - 1, hidden.shape[-1])
-
-    def next_state(
-        self,
-        hidden: Tensor,
-        state: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Return the state after (B, T, hidden_size): one row a sequence."""
-        padding = Padding(attention_mask)
-        (x,) = padding.remove(hidden.detach())
-        return self.conv.next_state(x, state, padding.lengths, cu_seqlens)
-
-    def step(
-        self, hidden_t: Tensor, state: Tensor, geometry: Geometry | None = None
-    ) -> tuple[WriteAddress, Tensor]:
-        """Hash one token (B, hidden_size)."""
-        token = hidden_t.unsqueeze(1)
-        address = WriteAddress(*(x[:, 0] for x in self(token, geometry, state=state)))
-        return address, self.next_state(token, state)
 
 
 def keyed(geometry: Geometry | Iterable[Geometry]) -> list[tuple[str, Geometry]]:
@@ -194,9 +159,3 @@ def of_geometry(modules: nn.ModuleDict, geometry: Geometry | None) -> Any:
             f"got {'no geometry' if geometry is None else f'field size {key}'}"
         )
     return modules[key]
-
-
-def _sequence_starts(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Return the first token of every token's packed sequence, (1, T)."""
-    token = torch.arange(length, device=cu_seqlens.device)
-    return cu_seqlens[torch.searchsorted(cu_seqlens, token, right=True) - 1].unsqueeze(0)

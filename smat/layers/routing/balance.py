@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.layers.routing_hash import WriteAddress
 from smat.masks import SMatMask
 
 
@@ -31,13 +30,13 @@ def balance_loss(bin_position: Tensor, field_size: int, counted: Tensor | None =
         counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
     position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
     lower = position.detach().floor()
-    share, weight = position - lower, counted.to(position.dtype)[..., None, None]
+    beyond, weight = position - lower, counted.to(position.dtype)[..., None, None]
     column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
-    bins = lower.long().clamp(max=field_size - 1)
+    bins = lower.nan_to_num(nan=0.0).long().clamp(0, field_size - 1)
     mass = position.new_zeros(heads * ambient_dim * field_size)
-    for index, part in ((bins, 1 - share), ((bins + 1).clamp(max=field_size - 1), share)):
+    for index, amount in ((bins, 1 - beyond), ((bins + 1).clamp(max=field_size - 1), beyond)):
         where = (column * field_size + index).flatten()
-        mass = mass.index_add(0, where, (weight * part).flatten())
+        mass = mass.index_add(0, where, (weight * amount).flatten())
     mean = mass / weight.sum().clamp(min=1)
     # An empty bin has no part in the sum, and no infinite slope.
     logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
@@ -81,19 +80,6 @@ def distant_tokens(
     real = attention_mask.bool()
     after = F.pad(mask.boundaries(length, real.device), (1, 0))  # n by the number of real tokens
     return real & (real.cumsum(1) <= after[real.sum(1)].unsqueeze(1))
-
-
-def routing_balance_loss(
-    address: WriteAddress,
-    mask: SMatMask,
-    attention_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    """Measure how unevenly distant tokens use the bins of the mask's field: see `balance_loss`."""
-    batch, length = address.profile.shape[:2]
-    distant = distant_tokens(mask, batch, length, attention_mask, cu_seqlens)
-    distant = distant.to(address.profile.device)
-    return balance_loss(address.bin_position, mask.geometry.field_size, distant)
 
 
 def sum_balance_losses(model: nn.Module) -> Tensor | None:

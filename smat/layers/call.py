@@ -1,4 +1,4 @@
-"""What a layer knows of the tokens of one call: padding, packing, and the states before them."""
+"""What a layer knows of one call, and what it carries to the next: padding, packing, states."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
+from smat.ops import SMatState
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,15 @@ class MixerCache:
     >>> cache = MixerCache(torch.tensor([5, 7]), {"conv": torch.zeros(2, 3, 8)})
     >>> cache.select([1, 1, 0]).num_tokens
     tensor([7, 7, 5])
+
+    It carries no gradient: a call after a cache raises when it is differentiated.
     """
 
     num_tokens: Tensor  # (B,)
-    parts: Mapping[str, Any] = field(default_factory=dict)
+    states: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        return self.parts[name]
+        return self.states[name]
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -33,24 +36,27 @@ class MixerCache:
     def select(self, index: Tensor | Sequence[int]) -> MixerCache:
         """Take batch rows, in any order and any number of times: beam search."""
         rows = torch.as_tensor(index, dtype=torch.long, device=self.num_tokens.device)
-        parts = {name: _select(part, rows) for name, part in self.parts.items()}
-        return MixerCache(self.num_tokens[rows], parts)
+        states = {name: _select(state, rows) for name, state in self.states.items()}
+        return MixerCache(self.num_tokens[rows], states)
 
 
-def _select(part: Any, rows: Tensor) -> Any:
-    if part is None or isinstance(part, SMatMask):
-        return part
-    if isinstance(part, Tensor):
-        return part[rows]
-    if isinstance(part, tuple):
-        chosen = [_select(each, rows) for each in part]
-        return type(part)(*chosen) if hasattr(part, "_fields") else tuple(chosen)
-    return part.select(rows)
+def _select(state: Any, rows: Tensor) -> Any:
+    if state is None or isinstance(state, SMatMask):
+        return state
+    if isinstance(state, Tensor):
+        return state[rows]
+    if isinstance(state, tuple):  # a named one
+        return type(state)(*(_select(each, rows) for each in state))
+    return state.select(rows)
 
 
 @dataclass(frozen=True)
-class Span:
-    """The tokens of one call: which are real, where sequences begin, what came before.
+class CallInfo:
+    """What a layer knows of one call: which tokens are real, and what came before them.
+
+    >>> CallInfo(2, 3, torch.device("cpu"), past=MixerCache(torch.tensor([5, 7]))).positions()
+    tensor([[5, 6, 7],
+            [7, 8, 9]])
 
     Real tokens stand in front, so that a causal layer meets padding only behind all that counts.
     """
@@ -71,20 +77,30 @@ class Span:
         return None if self.real is None else self.real.sum(1)
 
     @property
-    def single(self) -> bool:
+    def num_tokens(self) -> Tensor:
+        """The number of real tokens that each sequence has after this call, (B,)."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.long().diff()
+        new = self.lengths
+        if new is None:
+            new = torch.full((self.batch,), self.length, device=self.device)
+        return new if self.past is None else self.past.num_tokens + new
+
+    @property
+    def is_step(self) -> bool:
         """Whether this is one real token a row after others: a step of decoding."""
         return self.length == 1 and self.past is not None and self.real is None
 
     @property
-    def rows(self) -> Tensor | None:
+    def queries(self) -> Tensor | None:
         """The positions (R,) at which outputs are wanted, or None for all of them."""
         return self.extras.get("positions")
 
-    def part(self, name: str) -> Any:
-        """Return a state that the last call left, if there was one."""
+    def before(self, name: str) -> Any:
+        """Return a state that the last call left, None if this one begins the sequences."""
         return None if self.past is None else self.past[name]
 
-    def quiet(self, gate: Tensor) -> Tensor:
+    def close(self, gate: Tensor) -> Tensor:
         """Close a gate (B, T, ...) at padding, so that a padded token changes no state."""
         if self.real is None:
             return gate
@@ -110,16 +126,19 @@ class Span:
         first = torch.arange(self.length, device=self.device) - positions
         if mask is None:
             return first
-        length = int(positions.max()) + 1
-        return first + mask.boundaries(length, self.device)[positions]
+        return first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
 
-    def cache(self, **parts: Any) -> MixerCache | None:
+    def cache(self, **states: Any) -> MixerCache | None:
         """Collect the states after this call, if they were asked for."""
-        if not self.use_cache:
-            return None
-        if self.cu_seqlens is not None:
-            return MixerCache(self.cu_seqlens.long().diff(), parts)
-        new = self.lengths
-        if new is None:
-            new = torch.full((self.batch,), self.length, device=self.device)
-        return MixerCache(new if self.past is None else self.past.num_tokens + new, parts)
+        return MixerCache(self.num_tokens, states) if self.use_cache else None
+
+
+def attend_after(
+    state: SMatState, q: Tensor, k: Tensor, v: Tensor, call: CallInfo, **per_token: Tensor | None
+) -> tuple[Tensor, SMatState]:
+    """Attend from new tokens (B, T, H, .) after those of a state, which has no gradient."""
+    if call.is_step:
+        now = {name: None if x is None else x[:, 0] for name, x in per_token.items()}
+        out, state = state.step(q[:, 0], k[:, 0], v[:, 0], inplace=call.inplace, **now)
+        return out.unsqueeze(1), state
+    return state.extend(q, k, v, attention_mask=call.real, inplace=call.inplace, **per_token)

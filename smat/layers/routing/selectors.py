@@ -6,6 +6,7 @@ alike, and is causal because its input is. Costs are multiply-adds for T tokens,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,35 @@ class TypeReads(NamedTuple):
     read_weight: Tensor
 
 
-class TopTypes(nn.Module):
+class Selector(nn.Module):
+    """What all selectors have: a linear map that scores something, and how they read."""
+
+    needs_own_profile = False  # whether what is read depends on the query's own point
+    reads_points = False  # whether types are points, to be read under `point_mask`
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
+    ) -> None:
+        super().__init__()
+        if num_reads < 1:
+            raise ValueError(f"num_reads must be 1 or more, got {num_reads}")
+        self.num_heads, self.geometry = num_heads, geometry
+        self.num_reads = min(num_reads, geometry.num_types)
+        self.num_directions = max(1, geometry.num_directions)
+        self.num_offsets = geometry.num_types // self.num_directions
+        self.scorer = nn.Linear(hidden_size, num_heads * self.num_scores)
+
+    @property
+    def num_scores(self) -> int:
+        """The number of things that are scored for each head."""
+        raise NotImplementedError
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Score what there is to choose from, (..., hidden_size) -> (..., H, num_scores)."""
+        return _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+
+
+class TopTypes(Selector):
     """Read the highest-scored of all types, weighted by the softmax of their scores.
 
     >>> selector = TopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
@@ -40,40 +69,27 @@ class TopTypes(nn.Module):
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.geometry = num_heads, geometry
-        self.num_reads = _check_reads(num_reads, geometry)
-        self.scorer = nn.Linear(hidden_size, num_heads * geometry.num_types)
-
-    def reset_parameters(self) -> None:
-        """Draw the scorer as torch draws linear maps."""
-        self.scorer.reset_parameters()
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Score every type, (..., hidden_size) -> (..., H, B)."""
-        return _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+    @property
+    def num_scores(self) -> int:
+        """One a type."""
+        return self.geometry.num_types
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
         """Select; the query's own profile is of no interest."""
         with torch.no_grad():
-            scores = self.scores(hidden)
+            scores = self.score(hidden)
             query_type = _highest(scores, self.num_reads)
         score = chosen_scores(scores, query_type, hidden, self.scorer.weight, self.scorer.bias)
         return TypeReads(query_type, score.softmax(-1))
 
 
-class FactoredTopTypes(nn.Module):
+class FactoredTopTypes(Selector):
     """Read the highest-scored types where a type's score is its direction's plus its offset's.
 
     >>> selector = FactoredTopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
-    >>> hidden = torch.randn(4, 10, 8)
-    >>> all_scores = selector.scores(hidden)  # of all 30 types: for comparison only
-    >>> best = all_scores.topk(4, dim=-1).values.softmax(-1)
-    >>> torch.allclose(selector(hidden).read_weight, best)
-    True
+    >>> reads = selector(torch.randn(4, 10, 8))
+    >>> reads.query_type.shape, selector.num_scores  # 11 scores instead of 30
+    (torch.Size([4, 10, 2, 4]), 11)
 
     The best k sums have their direction among the best k directions and their offset among the
     best k offsets: a worse one could be replaced by k better ones. So the selection is exact.
@@ -83,35 +99,15 @@ class FactoredTopTypes(nn.Module):
     What is given up is a score that prefers an offset for one direction and not for another.
     """
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.geometry = num_heads, geometry
-        self.num_reads = _check_reads(num_reads, geometry)
-        self.num_directions = max(1, geometry.num_directions)
-        self.num_offsets = geometry.num_types // self.num_directions
-        self.scorer = nn.Linear(hidden_size, num_heads * (self.num_directions + self.num_offsets))
-
-    def reset_parameters(self) -> None:
-        """Draw the scorer as torch draws linear maps."""
-        self.scorer.reset_parameters()
-
-    def factors(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Score directions (..., H, A) and offsets (..., H, q)."""
-        both = _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
-        return both[..., : self.num_directions], both[..., self.num_directions :]
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Score every type, (..., H, B): what `forward` avoids."""
-        direction, offset = self.factors(hidden)
-        return (direction.unsqueeze(-1) + offset.unsqueeze(-2)).flatten(-2)
+    @property
+    def num_scores(self) -> int:
+        """One a direction, then one an offset."""
+        return self.num_directions + self.num_offsets
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
         """Select; the query's own profile is of no interest."""
-        best = []
-        for score in self.factors(hidden):
-            best.append(score.topk(min(self.num_reads, score.shape[-1]), dim=-1))
+        scores = self.score(hidden).split([self.num_directions, self.num_offsets], -1)
+        best = [each.topk(min(self.num_reads, each.shape[-1]), dim=-1) for each in scores]
         (direction_score, direction), (offset_score, offset) = best
         sums = (direction_score.unsqueeze(-1) + offset_score.unsqueeze(-2)).flatten(-2)
         types = (direction.unsqueeze(-1) * self.num_offsets + offset.unsqueeze(-2)).flatten(-2)
@@ -119,7 +115,7 @@ class FactoredTopTypes(nn.Module):
         return TypeReads(types.gather(-1, place), chosen.softmax(-1))
 
 
-class OwnHyperplane(nn.Module):
+class OwnHyperplane(Selector):
     """Read one hyperplane through the query's own hash point: type H_(a, a . u).
 
     >>> selector = OwnHyperplane(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
@@ -131,42 +127,21 @@ class OwnHyperplane(nn.Module):
     The direction is the best of A learned scores. The choice itself has no derivative; the read
     weight 1 + p - sg(p), p the softmax probability of the chosen direction, is 1 and passes the
     gradient of a larger read on to all A scores: a biased straight-through estimate.
-    With `learned=False` the directions come by rule, in every call, and the weight is just 1.
 
     Cost: T A hidden_size. Tokens with the same hash point always see each other.
     """
 
-    num_reads = 1
+    needs_own_profile = True
 
-    def __init__(
-        self, hidden_size: int, num_heads: int, geometry: Geometry, learned: bool = True
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.geometry = num_heads, geometry
-        num_scores = num_heads * max(1, geometry.num_directions)
-        self.scorer = nn.Linear(hidden_size, num_scores) if learned else None
+    @property
+    def num_scores(self) -> int:
+        """One a direction."""
+        return self.num_directions
 
-    def reset_parameters(self) -> None:
-        """Draw the scorer, if there is one, as torch draws linear maps."""
-        if self.scorer is not None:
-            self.scorer.reset_parameters()
-
-    def forward(
-        self, hidden: Tensor, profile: Tensor, direction: Tensor | None = None
-    ) -> TypeReads:
-        """Select by the query's own `profile` (..., H), and a `direction` (..., H) by rule."""
-        if (direction is None) == (self.scorer is None):
-            raise ValueError(
-                "directions are learned, or given in every call; "
-                f"learned is {self.scorer is not None} and direction "
-                f"{'missing' if direction is None else 'given'}"
-            )
-        weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
-        if self.scorer is not None:
-            scores = _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
-            probability, direction = scores.softmax(-1).max(-1)
-            weight = 1 + (probability - probability.detach())
-        assert direction is not None
+    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
+        """Select by the query's own `profile` (..., H)."""
+        probability, direction = self.score(hidden).softmax(-1).max(-1)
+        weight = 1 + (probability - probability.detach())  # exactly 1
         query_type = type_through_cell(self.geometry, direction, profile)
         return TypeReads(query_type.unsqueeze(-1), weight.unsqueeze(-1))
 
@@ -182,15 +157,24 @@ class OwnCell(nn.Module):
     points. Cost: none, and there is nothing to learn.
     """
 
-    num_reads = 1
+    needs_own_profile = True
+    reads_points = True
 
-    def reset_parameters(self) -> None:
-        """Do nothing: there are none."""
+    def __init__(self, *sizes: object) -> None:
+        super().__init__()
 
     def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
         """Select the query's own `profile`, (..., H)."""
         weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
         return TypeReads(profile.unsqueeze(-1), weight.unsqueeze(-1))
+
+
+SELECTORS: Mapping[str, type[Selector] | type[OwnCell]] = {
+    "top_types": TopTypes,
+    "factored": FactoredTopTypes,
+    "own_hyperplane": OwnHyperplane,
+    "own_cell": OwnCell,
+}
 
 
 def point_mask(mask: SMatMask) -> SMatMask:
@@ -205,12 +189,6 @@ def point_mask(mask: SMatMask) -> SMatMask:
     return SMatMask.from_dict({**mask.to_dict(), **cells})
 
 
-def _check_reads(num_reads: int, geometry: Geometry) -> int:
-    if num_reads < 1:
-        raise ValueError(f"num_reads must be 1 or more, got {num_reads}")
-    return min(num_reads, geometry.num_types)
-
-
 def _wide(x: Tensor) -> Tensor:
     """Choose and weigh in fp32 or wider."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -223,7 +201,10 @@ def _highest(scores: Tensor, num: int) -> Tensor:
     tensor([0, 2])
 
     Of fewer than 64 scores for each that is wanted torch partitions them all instead of keeping the
-    best so far, which takes twice the time; so there are never fewer.
+    best so far, which takes twice the time; so there are never fewer. Where real scores are -inf
+    too a spare place may be found, which is no place.
     """
+    last = scores.shape[-1] - 1
     spare = max(0, 64 * num - scores.shape[-1])
-    return F.pad(scores, (0, spare), value=-torch.inf).topk(num, dim=-1).indices
+    found = F.pad(scores, (0, spare), value=-torch.inf).topk(num, dim=-1).indices
+    return found.clamp(max=last)
