@@ -7,7 +7,7 @@ from smat.layers.mamba2 import Mamba2
 from smat.layers.memory.memory import Memory, ProfileMemory, TransportedMemory, kept_mask
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
-from smat.layers.routing.balance import balance_loss, balance_weight, sum_balance_losses
+from smat.layers.routing.hash import balance_loss, balance_weight, sum_balance_losses
 from smat.layers.routing.learned import LearnedRouting
 from smat.layers.routing.routers import (
     Assignment,
@@ -22,33 +22,9 @@ from smat.layers.smat_attention import SMatAttention
 from smat.layers.softmax_attention import SoftmaxAttention
 
 __all__ = [
-    "Assignment",
-    "CallInfo",
-    "ContentRouting",
-    "DeltaNet",
-    "DirectedRouting",
-    "FactoredTopTypes",
-    "GatedDeltaNet",
-    "HashedRouting",
-    "LearnedRouting",
-    "LogLinearGatedDeltaNet",
-    "LogLinearMamba2",
-    "Mamba2",
-    "Memory",
-    "Mixer",
-    "MixerCache",
-    "MixtureOfMemories",
-    "OwnCell",
-    "OwnHyperplane",
-    "PositionalRouting",
-    "ProfileMemory",
-    "Router",
-    "SMatAttention",
-    "SoftmaxAttention",
-    "TopTypes",
-    "TransportedMemory",
-    "balance_loss",
-    "balance_weight",
-    "kept_mask",
-    "sum_balance_losses",
-]
+    "Assignment", "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
+    "GatedDeltaNet", "HashedRouting", "LearnedRouting", "LogLinearGatedDeltaNet", "LogLinearMamba2",
+    "Mamba2", "Memory", "Mixer", "MixerCache", "MixtureOfMemories", "OwnCell", "OwnHyperplane",
+    "PositionalRouting", "ProfileMemory", "Router", "SMatAttention", "SoftmaxAttention", "TopTypes",
+    "TransportedMemory", "balance_loss", "balance_weight", "kept_mask", "sum_balance_losses",
+]  # fmt: skip

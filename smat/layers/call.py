@@ -69,6 +69,7 @@ class CallInfo:
     past: MixerCache | None = None
     use_cache: bool = False
     inplace: bool = False
+    queries: Tensor | None = None  # (R,) where outputs are wanted, or None for all
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -90,11 +91,6 @@ class CallInfo:
     def is_step(self) -> bool:
         """Whether this is one real token a row after others: a step of decoding."""
         return self.length == 1 and self.past is not None and self.real is None
-
-    @property
-    def queries(self) -> Tensor | None:
-        """The positions (R,) at which outputs are wanted, or None for all of them."""
-        return self.extras.get("positions")
 
     def before(self, name: str) -> Any:
         """Return a state that the last call left, None if this one begins the sequences."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
+from smat.ops.arguments import check_positions
 from smat.ops.padding import Padding
 
 
@@ -22,6 +23,7 @@ class Mixer(nn.Module, ABC):
 
     hidden_size: int
     packs_natively = False  # whether `mix` takes packed sequences as they are
+    reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
@@ -39,6 +41,7 @@ class Mixer(nn.Module, ABC):
         past_key_values: MixerCache | None = None,
         use_cache: bool = False,
         *,
+        positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inplace: bool = False,
         **extras: Any,
@@ -52,14 +55,20 @@ class Mixer(nn.Module, ABC):
             past_key_values: The cache after the tokens before these. It carries no gradient, so
                 that the output of such a call has none: differentiating it raises.
             use_cache: Return the cache after these tokens.
+            positions: (R,) tokens of this call at which the output is wanted, (B, R, hidden_size).
             cu_seqlens: (S + 1,) edges of sequences packed along T, B = 1; each gives what it would
                 give alone, and is a row of the cache.
             inplace: Let states of the given cache be overwritten, which saves copying them.
             extras: What this layer takes beside hidden states, by the names of `extra_inputs`.
         """
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
+        check_positions(positions, hidden_states.shape[1])
+        queries = None
+        if self.reads_at_queries and attention_mask is None and past_key_values is None:
+            queries = None if use_cache else positions
         if cu_seqlens is not None and not self.packs_natively:
-            return self._forward_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+            out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+            return out if positions is None else out[:, positions], None, cache
         batch, length = hidden_states.shape[:2]
         padding = Padding(None if attention_mask is None else attention_mask[:, -length:])
         extras = {
@@ -69,10 +78,13 @@ class Mixer(nn.Module, ABC):
         real = None if padding.real is None else padding.front(padding.real)
         (x,) = padding.remove(hidden_states)
         call = CallInfo(
-            batch, length, x.device, real, cu_seqlens, past_key_values, use_cache, inplace, extras
-        )
+            batch, length, x.device, real, cu_seqlens, past_key_values, use_cache, inplace,
+            queries, extras,
+        )  # fmt: skip
         out, cache = self.mix(x, call)
-        out = padding.restore(out)
+        if queries is None:
+            out = padding.restore(out)
+            out = out if positions is None else out[:, positions]
         if past_key_values is not None and torch.is_grad_enabled():
             out = _WithoutGradient.apply(out, hidden_states)
         return out, None, cache
@@ -101,9 +113,9 @@ class Mixer(nn.Module, ABC):
         """Draw all parameters anew; subclasses add what their modules do not draw themselves."""
         reset_children(self)
 
-    def _forward_unpacked(
+    def _mix_unpacked(
         self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, None, MixerCache | None]:
+    ) -> tuple[Tensor, MixerCache | None]:
         edges = cu_seqlens.tolist()
         apart: dict[str, Any] = {
             name: unpack(x, edges) if _is_per_token(x, 1, edges[-1]) else x
@@ -113,7 +125,7 @@ class Mixer(nn.Module, ABC):
         token = torch.arange(sequences.shape[1], device=sequences.device)
         real = token < cu_seqlens.long().diff()[:, None]
         out, _, cache = self.forward(sequences, real, None, use_cache, **apart)
-        return out[real].unsqueeze(0), None, cache
+        return out[real].unsqueeze(0), cache
 
     def _check(
         self,

@@ -106,15 +106,15 @@ class MixtureOfMemories(Mixer):
         self.balance_loss = None
         self.reset_parameters()
 
-    def _forward_unpacked(
+    def _mix_unpacked(
         self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, None, MixerCache | None]:
+    ) -> tuple[Tensor, MixerCache | None]:
         if len(self.routers) > 1:
             raise ValueError(
                 f"packed sequences would share one of {len(self.routers)} routers, which are for "
                 f"lengths {[int(length) for length in self.routers]}; pad them instead"
             )
-        return super()._forward_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+        return super()._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew: each memory's projections as torch draws a linear layer."""

@@ -24,7 +24,6 @@ from smat.layers.routing.routers import PositionalRouting, Router
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import BoundarySchedule, SMatMask
 from smat.ops import smat_attention, smat_attention_at
-from smat.ops.arguments import check_positions
 from smat.ops.convolve import convolve, convolve_at, window
 from smat.ops.feature_maps import Favor, FeatureMap
 
@@ -64,6 +63,7 @@ class SMatAttention(Mixer):
     """
 
     packs_natively = True
+    reads_at_queries = True
 
     def __init__(
         self,
@@ -141,37 +141,12 @@ class SMatAttention(Mixer):
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """The positions of outputs, and what the routing takes."""
-        return ("positions", *self.routing.extra_inputs)
+        """What the routing takes."""
+        return self.routing.extra_inputs
 
     def extra_repr(self) -> str:
         """Show d, horizon and boundary of the mask."""
         return describe_mask(self.recipe, self.horizon)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: MixerCache | None = None,
-        use_cache: bool = False,
-        *,
-        positions: Tensor | None = None,
-        **extras: Any,
-    ) -> tuple[Tensor, None, MixerCache | None]:
-        """Mix tokens as every mixer does; or only as seen from `positions` (R,): (B, R, hidden).
-
-        Queries, reads and outputs are then made at these positions alone. Where there is padding,
-        a cache, or a mask for each packed sequence, all are made and these returned.
-        """
-        given = (hidden_states, attention_mask, past_key_values, use_cache)
-        if positions is None:
-            return super().forward(*given, **extras)
-        check_positions(positions, hidden_states.shape[1])
-        apart = self.horizon is None and extras.get("cu_seqlens") is not None
-        if attention_mask is None and past_key_values is None and not use_cache and not apart:
-            return super().forward(*given, positions=positions, **extras)
-        out, _, cache = super().forward(*given, **extras)
-        return out[:, positions], None, cache
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (call.use_cache or call.cu_seqlens is not None):
@@ -260,7 +235,8 @@ class SMatAttention(Mixer):
             if stop > start:
                 extras = {name: each[:, start:stop] for name, each in call.extras.items()}
                 outputs.append(self.forward(x[:, start:stop], **extras)[0])
-        return torch.cat(outputs, 1), None
+        out = torch.cat(outputs, 1)
+        return out if call.queries is None else out[:, call.queries], None
 
 
 def mask_recipe(

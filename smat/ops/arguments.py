@@ -187,7 +187,7 @@ def check_values(
     Called inside the operator: a compiled graph runs it too, and padding is gone by then, so that
     it may have held anything.
     """
-    if log_decay is not None and not bool((log_decay <= 0).all()):
+    if log_decay is not None and bool((log_decay > 0).any()):  # NaN goes through
         raise ValueError(f"log_decay must be at most 0, got {_largest(log_decay)}")
     edges = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
     if edges[0] != 0 or edges[-1] != length or sorted(edges) != edges:

@@ -106,7 +106,7 @@ def _clamped(log_decay: Tensor | None) -> Tensor | None:
     """Check log-gates and bring them into the range in which their sums stay finite."""
     if log_decay is None:
         return None
-    if not bool((log_decay <= 0).all()):
+    if bool((log_decay > 0).any()):  # NaN goes through
         raise ValueError(f"log_decay must be at most 0, got {log_decay.max().item()}")
     return log_decay.double().clamp(min=FORGETS)
 

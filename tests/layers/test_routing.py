@@ -8,8 +8,12 @@ import torch
 
 from smat.geometry import Geometry
 from smat.layers.mixer import reset_children
-from smat.layers.routing.balance import balance_loss, balance_weight, distant_tokens
-from smat.layers.routing.hash import HashProjection, LearnedHash
+from smat.layers.routing.hash import (
+    HashProjection,
+    balance_loss,
+    balance_weight,
+    distant_tokens,
+)
 from smat.layers.routing.learned import LearnedRouting
 from smat.layers.routing.routers import CallInfo, ContentRouting
 from smat.layers.routing.selectors import SELECTORS
@@ -28,11 +32,11 @@ def draw(*shape, seed=0):
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_an_address_is_the_formula_of_the_appendix(geometry):
     torch.manual_seed(0)
-    learned = LearnedHash(HIDDEN, HEADS, geometry).double()
+    learned = LearnedRouting(HIDDEN, HEADS, geometry).double()
     projection = learned.projections[str(geometry.field_size)]
     torch.nn.init.normal_(projection.bias)
     hidden = draw(2, 9, HIDDEN)
-    address = learned(hidden)
+    address = learned(hidden).address
     for t in range(9):
         taps = [
             learned.conv.weight[:, 3 - lag] * hidden[:, t - lag] for lag in range(4) if t >= lag
@@ -211,11 +215,11 @@ def test_routing_is_causal_and_steps_give_what_the_whole_gives(selector):
         assert torch.equal(route.reads.query_type[:, :t], whole.reads.query_type[:, :t])
         assert torch.equal(route.reads.read_weight[:, :t], whole.reads.read_weight[:, :t])
     for split in (0, 1, 2, 5):
-        state = routing.hash.conv.next_state(hidden[:, :split]) if split else None
+        state = routing.conv.next_state(hidden[:, :split]) if split else None
         for t in range(split, 12):
             token = hidden[:, t : t + 1]
             route = routing(token, state=state)
-            state = routing.hash.conv.next_state(token, state)
+            state = routing.conv.next_state(token, state)
             assert torch.equal(route.address.profile[:, 0], whole.address.profile[:, t])
             assert torch.equal(route.reads.query_type[:, 0], whole.reads.query_type[:, t])
             torch.testing.assert_close(route.reads.read_weight[:, 0], whole.reads.read_weight[:, t])
@@ -224,7 +228,7 @@ def test_routing_is_causal_and_steps_give_what_the_whole_gives(selector):
 def test_every_field_size_has_parameters_of_its_own():
     geometries = [SMatMask(length, 3, chunk_size=16).geometry for length in (128, 256, 1024)]
     routing = LearnedRouting(HIDDEN, HEADS, geometries)
-    assert list(routing.hash.projections) == ["5", "7", "11"]
+    assert list(routing.projections) == ["5", "7", "11"]
     hidden = torch.randn(1, 9, HIDDEN)
     reads = routing(hidden, geometries[1]).reads
     reads.read_weight.square().sum().backward()

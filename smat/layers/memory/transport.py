@@ -48,19 +48,6 @@ class DeltaTokens(NamedTuple):
         return self._replace(beta=self.beta.masked_fill(shut, 0), log_decay=log_decay)
 
 
-class DistantTokens(NamedTuple):
-    """Tokens that wait for the boundary, (B, n + 1, H, .): zeros where none came yet.
-
-    The last place is for what does not belong here.
-    """
-
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    profile: Tensor
-    log_decay: Tensor | None
-
-
 class TransportState(NamedTuple):
     """What decoding carries: distant tokens, tables, and the transitions since the boundary.
 
@@ -69,9 +56,10 @@ class TransportState(NamedTuple):
     keys are all zero.
     """
 
-    distant: DistantTokens | None  # None once all rows have read
-    tables: SMatState | None = None  # None until a row has
-    transition: Tensor | None = None  # (B, H, K, K), the product of the recent A_t
+    distant: Tensor | None  # (B, n + 1, H, K + V + 2), zeros where none came yet: `_written`
+    profile: Tensor | None  # (B, n + 1, H), theirs; both None once all rows have read
+    tables: SMatState | None  # None until a row has
+    transition: Tensor | None  # (B, H, K, K), the product of the recent A_t
 
 
 def boundary_of(mask: SMatMask) -> int:
@@ -116,14 +104,13 @@ def read_transported(
         out = call.close(read)
     if not call.use_cache:
         return out, None
-    distant = None
+    distant = profile = None
     if bool((call.num_tokens <= num_distant).any()):
-        shape = (call.batch, num_distant + 1)
-        new = _written(tokens, assignment)
-        empty = [None if x is None else x.new_zeros(*shape, *x.shape[2:]) for x in new]
-        distant = _wait(DistantTokens(*empty), new, num_distant, call)  # type: ignore[arg-type]
-    transition = None if transition is None else transition.detach()
-    return out, TransportState(distant, tables, transition)
+        new = _written(tokens)
+        distant = _wait(new.new_zeros(call.batch, num_distant + 1, *new.shape[2:]), new, call)
+        profile = torch.zeros(distant.shape[:3], dtype=torch.long, device=call.device)
+        profile = _wait(profile, assignment.profile, call)
+    return out, TransportState(distant, profile, tables, transition)
 
 
 def _decode(
@@ -136,59 +123,51 @@ def _decode(
     """Take in tokens after those of a state; rows may stand at different positions."""
     assert call.past is not None
     num_distant, begin, end = boundary_of(mask), call.past.num_tokens, call.num_tokens
-    distant, tables, _ = past
+    distant, profile, tables, transition = past
     if distant is not None:
-        distant = _wait(distant, _written(tokens, assignment), num_distant, call)
+        distant = _wait(distant, _written(tokens), call)
+        profile = _wait(profile, assignment.profile, call)
         if bool(((begin <= num_distant) & (end > num_distant)).any()):
-            tables = _carry(distant, mask, num_distant)
-        distant = distant if bool((end <= num_distant).any()) else None
-    nothing = torch.zeros_like(tokens.v)
-    if tables is None:
-        return nothing, TransportState(distant)
-    is_distant = call.positions() < num_distant
-    near = tokens.close(is_distant)
-    queries, transition = transport_queries(
-        near.q, near.k, near.beta, near.log_decay, initial_transition=past.transition,
-        output_final_transition=True,
-    )  # fmt: skip
-    out, tables = attend_after(
-        tables, queries, torch.zeros_like(near.k), nothing, call,
-        query_type=assignment.query_type, read_weight=assignment.read_weight,
-    )  # fmt: skip
-    out = out.masked_fill(is_distant[..., None, None], 0)
-    return out, TransportState(distant, tables, transition)
+            tables = _carry(distant[:, :-1], profile[:, :-1], tokens, mask)
+        if bool((end > num_distant).all()):
+            distant = profile = None
+    out = torch.zeros_like(tokens.v)
+    if tables is not None:
+        is_distant = call.positions() < num_distant
+        q, k, _, beta, log_decay = tokens.close(is_distant)
+        queries, transition = transport_queries(
+            q, k, beta, log_decay, initial_transition=transition, output_final_transition=True
+        )
+        out, tables = attend_after(
+            tables, queries, torch.zeros_like(k), out, call, query_type=assignment.query_type,
+            read_weight=assignment.read_weight,
+        )  # fmt: skip
+        out = out.masked_fill(is_distant[..., None, None], 0)
+    return out, TransportState(distant, profile, tables, transition)
 
 
-def _written(tokens: DeltaTokens, assignment: Assignment) -> DistantTokens:
-    assert assignment.profile is not None
-    log_decay = None if tokens.log_decay is None else tokens.log_decay.detach()
-    k, v, beta = (x.detach() for x in (tokens.k, tokens.v, tokens.beta))
-    return DistantTokens(k, v, beta, assignment.profile, log_decay)
+def _written(tokens: DeltaTokens) -> Tensor:
+    """Lay what tokens write side by side: k, v, beta and log_decay."""
+    log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
+    gates = [x.unsqueeze(-1) for x in (tokens.beta, log_decay)]
+    return torch.cat([tokens.k, tokens.v, *gates], -1).detach()
 
 
-def _wait(
-    distant: DistantTokens, new: DistantTokens, num_distant: int, call: CallInfo
-) -> DistantTokens:
-    """Put new tokens in their places among the distant ones."""
-    place = call.positions().expand(call.batch, -1).clamp(max=num_distant)
+def _wait(held: Tensor | None, new: Tensor | None, call: CallInfo) -> Tensor:
+    """Put new tokens in their places among those that wait; the last place is for all others."""
+    assert held is not None
+    assert new is not None
+    place = call.positions().expand(call.batch, -1).clamp(max=held.shape[1] - 1)
     if call.real is not None:
-        place = place.masked_fill(~call.real, num_distant)
-
-    def put(old: Tensor | None, x: Tensor | None) -> Tensor | None:
-        if old is None or x is None:
-            return None
-        index = place.view(*place.shape, *[1] * (x.ndim - 2)).expand_as(x)
-        return (old if call.inplace else old.clone()).scatter_(1, index, x.to(old.dtype))
-
-    held = [put(old, x) for old, x in zip(distant, new, strict=True)]
-    return DistantTokens(*held)  # type: ignore[arg-type]
+        place = place.masked_fill(~call.real, held.shape[1] - 1)
+    index = place.view(*place.shape, *[1] * (new.ndim - 2)).expand_as(new)
+    return (held if call.inplace else held.clone()).scatter_(1, index, new.to(held.dtype))
 
 
-def _carry(distant: DistantTokens, mask: SMatMask, num_distant: int) -> SMatState:
+def _carry(distant: Tensor, profile: Tensor, like: DeltaTokens, mask: SMatMask) -> SMatState:
     """Carry distant tokens to the boundary and pool them there."""
-    k, v, beta, profile = (x[:, :num_distant] for x in distant[:4])
-    log_decay = None if distant.log_decay is None else distant.log_decay[:, :num_distant]
+    k, v, gates = distant.split([like.k.shape[-1], like.v.shape[-1], 2], -1)
+    keys = transport_keys(k, gates[..., 0], None if like.log_decay is None else gates[..., 1])
     return SMatState.after(
-        transport_keys(k, beta, log_decay), v, mask, feature_map="identity", normalize=False,
-        profile=profile, weighted=True,
-    )  # fmt: skip
+        keys, v, mask, feature_map="identity", normalize=False, profile=profile, weighted=True
+    )

@@ -5,13 +5,14 @@
     s_k = clip(q Phi(z_k), 0, q - eps)           Phi the normal CDF
     x_t = (floor s_1, ..., floor s_D)            the profile
 
-The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`.
+The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. The
+auxiliary loss at the end spreads addresses over all bins (appendix, "learning the hash").
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+import itertools
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
-from smat.layers.short_convolution import ShortConvolution
+from smat.masks import SMatMask
 
 
 class WriteAddress(NamedTuple):
@@ -89,73 +90,89 @@ class HashProjection(nn.Module):
             return (field_size * torch.special.ndtr(z)).clamp(0, last)
 
 
-class LearnedHash(nn.Module):
-    """Write addresses from the layer input: one convolution, one projection for each field size.
+def balance_loss(bin_position: Tensor, field_size: int, counted: Tensor | None = None) -> Tensor:
+    """Measure how unevenly coordinates are used: 0 if evenly, log q if one bin takes all.
 
-    >>> learned_hash = LearnedHash(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
-    >>> hidden = torch.randn(4, 10, 8)
-    >>> address = learned_hash(hidden)
-    >>> address.profile.shape, address.profile.dtype
-    (torch.Size([4, 10, 2]), torch.int64)
-    >>> last = learned_hash(hidden[:, 9:], state=learned_hash.conv.next_state(hidden[:, :9]))
-    >>> torch.allclose(last.bin_position, address.bin_position[:, 9:], atol=1e-4)
-    True
+    >>> balance_loss(torch.arange(5.0).view(1, 5, 1, 1), field_size=5)
+    tensor(0.)
+    >>> balance_loss(torch.zeros(1, 5, 1, 1), field_size=5).exp()
+    tensor(5.)
 
-    An address depends on its own token and the three before it, and is never revised. The
-    convolution passes over the boundary of the local branch: a key may be written before its value.
-    The state is the convolution's: the last three inputs, (B, 3, hidden_size).
+    L_bal = 1/D sum_k sum_b p_kb log(q p_kb), p_kb the average over the counted tokens of the soft
+    mass 1 - f at the token's bin and f at the next (the last bin keeps both); averaged over heads.
+
+    `bin_position` is (B, T, H, D); `counted` (B, T) marks the tokens that count: distant ones, and
+    no padding. Without any, or at d = 1, the loss is 0. O(B T H D + H D q).
     """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        geometry: Geometry | Iterable[Geometry],
-        conv_width: int = 4,
-    ) -> None:
-        super().__init__()
-        self.conv = ShortConvolution(hidden_size, conv_width, activation=False)
-        self.projections = nn.ModuleDict(
-            {key: HashProjection(hidden_size, num_heads, g) for key, g in keyed(geometry)}
-        )
-
-    def forward(
-        self,
-        hidden: Tensor,
-        geometry: Geometry | None = None,
-        state: Tensor | None = None,
-        first_visible: Tensor | None = None,
-    ) -> WriteAddress:
-        """Hash (B, T, hidden_size), after the inputs in `state` if given.
-
-        The geometry may stay out if there is only one. `first_visible` (1, T) keeps packed
-        sequences apart.
-        """
-        write_input = self.conv(hidden, state, first_visible)
-        return of_geometry(self.projections, geometry)(write_input)
+    heads, ambient_dim = bin_position.shape[-2:]
+    if counted is None:
+        counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
+    position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
+    lower = position.detach().floor()
+    beyond, weight = position - lower, counted.to(position.dtype)[..., None, None]
+    column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
+    bins = lower.nan_to_num(nan=0.0).long().clamp(0, field_size - 1)
+    mass = position.new_zeros(heads * ambient_dim * field_size)
+    for index, amount in ((bins, 1 - beyond), ((bins + 1).clamp(max=field_size - 1), beyond)):
+        where = (column * field_size + index).flatten()
+        mass = mass.index_add(0, where, (weight * amount).flatten())
+    mean = mass / weight.sum().clamp(min=1)
+    # An empty bin has no part in the sum, and no infinite slope.
+    logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (mean * logs).sum() / max(1, heads * ambient_dim)
 
 
-def keyed(geometry: Geometry | Iterable[Geometry]) -> list[tuple[str, Geometry]]:
-    """Name geometries by their field size, each once.
+def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:
+    """Return beta_bal at a training step: it falls linearly to 0 and stays there.
 
-    >>> keyed([Geometry(3, 7), Geometry(3, 5), Geometry(3, 7)])
-    [('5', Geometry(vc_dim=3, field_size=5)), ('7', Geometry(vc_dim=3, field_size=7))]
+    >>> [balance_weight(step) for step in (0, 500, 1000, 5000)]
+    [0.01, 0.005, 0.0, 0.0]
+
+    `anneal_steps=0` keeps the weight for ever.
     """
-    several = [geometry] if isinstance(geometry, Geometry) else list(geometry)
-    by_size = {each.field_size: each for each in several}
-    if not by_size or len({each.vc_dim for each in several}) > 1:
-        raise ValueError(f"one VC dimension and at least one field size are needed, got {several}")
-    return [(str(size), each) for size, each in sorted(by_size.items())]
+    if step < 0 or anneal_steps < 0:
+        raise ValueError(f"steps must not be negative, got {step} and {anneal_steps}")
+    return weight if anneal_steps == 0 else weight * max(0.0, 1 - step / anneal_steps)
 
 
-def of_geometry(modules: nn.ModuleDict, geometry: Geometry | None) -> Any:
-    """Find the module of a geometry's field size; the only one if no geometry is given."""
-    if geometry is None and len(modules) == 1:
-        return next(iter(modules.values()))
-    key = "" if geometry is None else str(geometry.field_size)
-    if key not in modules:
-        raise ValueError(
-            f"parameters exist for the field sizes {', '.join(modules)}, "
-            f"got {'no geometry' if geometry is None else f'field size {key}'}"
-        )
-    return modules[key]
+def distant_tokens(
+    mask: SMatMask,
+    batch: int,
+    length: int,
+    attention_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """Mark the tokens that are distant for some query, and no padding: (B, T) bool.
+
+    >>> mask = SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2)
+    >>> distant_tokens(mask, 1, 6, torch.tensor([[0, 1, 1, 1, 1, 1]])).int()
+    tensor([[0, 1, 1, 1, 1, 0]], dtype=torch.int32)
+
+    A row of real tokens that ends before the boundary has none.
+    """
+    if cu_seqlens is not None:
+        edges = itertools.pairwise(cu_seqlens.tolist())
+        marks = [_leading(mask.for_length(b - a), b - a) for a, b in edges if b > a]
+        return torch.cat(marks).to(cu_seqlens.device).unsqueeze(0)
+    if attention_mask is None:
+        return _leading(mask, length).expand(batch, -1)
+    real = attention_mask.bool()
+    after = F.pad(mask.boundaries(length, real.device), (1, 0))  # n by the number of real tokens
+    return real & (real.cumsum(1) <= after[real.sum(1)].unsqueeze(1))
+
+
+def sum_balance_losses(model: nn.Module) -> Tensor | None:
+    """Add up the losses that routed layers of a model left after its last call; None without any.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.balance_loss = torch.tensor(0.5)  # as memories, content routings and routers do
+    >>> sum_balance_losses(nn.Sequential(layer, nn.Linear(1, 1)))
+    tensor(0.5000)
+    """
+    losses = [getattr(module, "balance_loss", None) for module in model.modules()]
+    found = [loss for loss in losses if isinstance(loss, Tensor)]
+    return torch.stack(found).sum() if found else None
+
+
+def _leading(mask: SMatMask, length: int) -> Tensor:
+    return torch.arange(length) < mask.schedule.boundary_at(length - 1)

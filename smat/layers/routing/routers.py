@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smat.geometry import Geometry
 from smat.layers.call import CallInfo
-from smat.layers.routing.balance import balance_loss, distant_tokens
+from smat.layers.routing.hash import balance_loss, distant_tokens
 from smat.layers.routing.learned import LearnedRouting
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
 from smat.layers.short_convolution import last_inputs, with_past
@@ -237,8 +237,7 @@ class ContentRouting(nn.Module):
             )
         state = None
         if call.use_cache:
-            conv = self.learned.hash.conv
-            state = conv.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
+            state = self.learned.conv.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
         query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
         return Assignment(address.profile, query_type, address.ste_weight, read_weight), state
 

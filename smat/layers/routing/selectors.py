@@ -6,6 +6,7 @@ alike, and is causal because its input is. Costs are multiply-adds for T tokens,
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -42,12 +43,11 @@ class Selector(nn.Module):
         self.num_reads = min(num_reads, geometry.num_types)
         self.num_directions = max(1, geometry.num_directions)
         self.num_offsets = geometry.num_types // self.num_directions
-        self.scorer = nn.Linear(hidden_size, num_heads * self.num_scores)
+        self.scorer = nn.Linear(hidden_size, num_heads * self.num_scores())
 
-    @property
+    @abstractmethod
     def num_scores(self) -> int:
-        """The number of things that are scored for each head."""
-        raise NotImplementedError
+        """Count what is scored for each head."""
 
     def score(self, hidden: Tensor) -> Tensor:
         """Score what there is to choose from, (..., hidden_size) -> (..., H, num_scores)."""
@@ -69,9 +69,7 @@ class TopTypes(Selector):
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
 
-    @property
     def num_scores(self) -> int:
-        """One a type."""
         return self.geometry.num_types
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
@@ -88,7 +86,7 @@ class FactoredTopTypes(Selector):
 
     >>> selector = FactoredTopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
     >>> reads = selector(torch.randn(4, 10, 8))
-    >>> reads.query_type.shape, selector.num_scores  # 11 scores instead of 30
+    >>> reads.query_type.shape, selector.num_scores()  # 11 scores instead of 30
     (torch.Size([4, 10, 2, 4]), 11)
 
     The best k sums have their direction among the best k directions and their offset among the
@@ -99,9 +97,7 @@ class FactoredTopTypes(Selector):
     What is given up is a score that prefers an offset for one direction and not for another.
     """
 
-    @property
     def num_scores(self) -> int:
-        """One a direction, then one an offset."""
         return self.num_directions + self.num_offsets
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
@@ -133,9 +129,7 @@ class OwnHyperplane(Selector):
 
     needs_own_profile = True
 
-    @property
     def num_scores(self) -> int:
-        """One a direction."""
         return self.num_directions
 
     def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
