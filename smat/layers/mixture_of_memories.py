@@ -189,14 +189,14 @@ class MixtureOfMemories(Mixer):
         """Let memories take in the sequences of tokens that visit them: (n, L, H, V)."""
         where = some.row, some.memory
         before = (None, None) if states is None else (states[0][where], states[1][where])
-        inputs, raw_beta, raw_step = visitors[some.place].split(
-            [sum(self.widths[:2]), *self.widths[2:]], -1
-        )
+        gone = ~some.real().unsqueeze(-1)
+        # Behind a sequence stand visitors of another, whose numbers need not be finite.
+        own = visitors[some.place].masked_fill(gone, 0)
+        inputs, raw_beta, raw_step = own.split([sum(self.widths[:2]), *self.widths[2:]], -1)
         k, v = self.kv_conv(inputs, before[0]).split(self.widths[:2], -1)
         k, v = (each.unflatten(-1, (self.num_heads, -1)) for each in (k, v))
         parameters = (each[some.memory].unsqueeze(1) for each in (self.dt_bias, self.A_log))
         _, log_decay = step_and_log_decay(raw_step, *parameters)
-        gone = ~some.real().unsqueeze(-1)
         beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
         q = q.flatten(0, 1)[visits.token[some.place]]
         tokens, state = (q, l2_norm(k), v, beta, log_decay), before[1]

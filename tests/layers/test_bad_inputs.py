@@ -9,7 +9,7 @@ from tests.layers.mixers import HIDDEN, LAYERS, extras, make, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 each_layer = pytest.mark.parametrize("name", LAYERS)
-LEARNED = [name for name in LAYERS if name.startswith(("smat content", "routed"))]
+LEARNED = [name for name in LAYERS if name.startswith(("smat content", "routed", "mixture"))]
 
 
 @each_layer
@@ -118,7 +118,7 @@ def test_one_wild_number_gives_no_exception(name, value, place):
     out, _, _ = layer(x)
     assert value == 1e20 or not out[0].isfinite().all()
     assert out[1].isfinite().all()
-    routing = layer.memory if hasattr(layer, "memory") else layer.routing
+    routing = getattr(layer, "memory", getattr(layer, "routing", layer))
     (out.sum() + routing.balance_loss).backward()
     with torch.no_grad():
         _, _, cache = layer(x[:, :10], use_cache=True)
