@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
-from smat.ops import SMatState
+from smat.ops import SMatState, smat_attention, smat_attention_at
+from smat.ops.feature_maps import FeatureMap
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,34 @@ class CallInfo:
     def cache(self, **states: Any) -> MixerCache | None:
         """Collect the states after this call, if they were asked for."""
         return MixerCache(self.num_tokens, states) if self.use_cache else None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    call: CallInfo,
+    feature_map: FeatureMap = "identity",
+    normalize: bool = False,
+    **per_token: Tensor | None,
+) -> tuple[Tensor, SMatState | None]:
+    """Attend from the tokens of a call (B, T, H, .): from the beginning, or after the last state.
+
+    Where only ``call.queries`` are wanted, q and what is read are given for these alone.
+    """
+    state = call.before("state")
+    if state is not None:
+        return attend_after(state, q, k, v, call, **per_token)
+    given: dict[str, Any] = {
+        **per_token, "feature_map": feature_map, "normalize": normalize,
+        "cu_seqlens": call.cu_seqlens,
+    }  # fmt: skip
+    if call.queries is not None:
+        return smat_attention_at(q, k, v, mask, call.queries, **given), None
+    return smat_attention(
+        q, k, v, mask, attention_mask=call.real, output_final_state=call.use_cache, **given
+    )
 
 
 def attend_after(

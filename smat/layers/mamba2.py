@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smat.layers.call import CallInfo, MixerCache, attend_after
+from smat.layers.call import CallInfo, MixerCache, attend
 from smat.layers.memory.memory import Memory
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
@@ -20,7 +20,6 @@ from smat.layers.primitives import (
 from smat.layers.routing.routers import Assignment
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import SMatMask, none
-from smat.ops import smat_attention
 
 
 class Projected(NamedTuple):
@@ -152,14 +151,5 @@ class Mamba2(Mixer):
         if self.memory is not None and mask is not None:
             assignment, routing = self.memory(x, mask, call)
             read_mask = self.memory.read_mask(mask)
-        per_token = {"log_decay": log_decay, **assignment._asdict()}
-        state = call.before("state")
-        if state is not None:
-            y, state = attend_after(state, q, k, v, call, **per_token)
-        else:
-            y, state = smat_attention(
-                q, k, v, read_mask, feature_map="identity", normalize=False,
-                attention_mask=call.real, cu_seqlens=call.cu_seqlens,
-                output_final_state=call.use_cache, **per_token,
-            )  # fmt: skip
+        y, state = attend(q, k, v, read_mask, call, log_decay=log_decay, **assignment._asdict())
         return y, state, routing

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.layers.call import CallInfo, MixerCache, attend_after
+from smat.layers.call import CallInfo, MixerCache, attend
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
@@ -23,7 +23,6 @@ from smat.layers.primitives import (
 from smat.layers.routing.routers import PositionalRouting, Router
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import BoundarySchedule, SMatMask
-from smat.ops import smat_attention, smat_attention_at
 from smat.ops.convolve import convolve, convolve_at, window
 from smat.ops.feature_maps import Favor, FeatureMap
 
@@ -109,24 +108,20 @@ class SMatAttention(Mixer):
         self.conv = ShortConvolution(sum(self.widths), conv_size, **made) if conv_size else None
         self.q_norm = RMSNorm(key_dim, **made) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(key_dim, **made) if qk_norm else nn.Identity()
-        self._make_gates(decay_gate, key_gate, output_gate, output_norm, made)
+
+        def linear(width: int, wanted: bool) -> nn.Linear | None:
+            return nn.Linear(hidden_size, width, bias=False, **made) if wanted else None
+
+        self.h_proj = linear(key_heads, key_gate)
+        self.a_proj = linear(key_heads, decay_gate)
+        if decay_gate:
+            self.dt_bias = nn.Parameter(torch.empty(key_heads, **made))
+            self.A_log = nn.Parameter(torch.empty(key_heads, **made))
+        self.g_proj = linear(num_heads * head_dim, output_gate)
+        norm = NormThenGate if output_gate else RMSNorm
+        self.norm = norm(head_dim, **made) if output_norm else None
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False, **made)
         self.reset_parameters()
-
-    def _make_gates(
-        self, decay: bool, key: bool, output: bool, output_norm: bool, made: dict[str, Any]
-    ) -> None:
-        def linear(width: int, wanted: bool) -> nn.Linear | None:
-            return nn.Linear(self.hidden_size, width, bias=False, **made) if wanted else None
-
-        self.h_proj = linear(self.num_kv_heads, key)
-        self.a_proj = linear(self.num_kv_heads, decay)
-        if decay:
-            self.dt_bias = nn.Parameter(torch.empty(self.num_kv_heads, **made))
-            self.A_log = nn.Parameter(torch.empty(self.num_kv_heads, **made))
-        self.g_proj = linear(self.num_heads * self.head_dim, output)
-        norm = NormThenGate if output else RMSNorm
-        self.norm = norm(self.head_dim, **made) if output_norm else None
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew."""
@@ -134,10 +129,6 @@ class SMatAttention(Mixer):
         if self.a_proj is not None:
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log)
-
-    def mask_for(self, length: int) -> SMatMask:
-        """Return the mask of the horizon, or without one that of an input's own length."""
-        return self.recipe if self.horizon is not None else self.recipe.for_length(length)
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
@@ -151,13 +142,19 @@ class SMatAttention(Mixer):
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (call.use_cache or call.cu_seqlens is not None):
             return self._mix_apart(x, call)
-        mask, queries = self.mask_for(call.length), call.queries
-        q, k, v, conv = self._project(x, call) if queries is None else self._project_at(x, call)
-        assignment, routing = self.routing(x, mask, call)
-        y, state = self._attend(
-            q, k, v, self.routing.read_mask(mask), call, {**self._gates(x), **assignment._asdict()}
+        q, k, v, conv = (
+            self._project(x, call) if call.queries is None else self._project_at(x, call)
         )
-        x = x if queries is None else x[:, queries]
+        q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
+        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
+        v = v.unflatten(-1, (self.num_kv_heads, -1))
+        mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
+        assignment, routing = self.routing(x, mask, call)
+        y, state = attend(
+            q, k, v, self.routing.read_mask(mask), call, self.feature_map, self.normalize,
+            **self._gates(x), **assignment._asdict(),
+        )  # fmt: skip
+        x = x if call.queries is None else x[:, call.queries]
         if self.g_proj is not None:
             gate = self.g_proj(x).view_as(y)
             y = y * F.silu(gate) if self.norm is None else self.norm(y, gate)
@@ -196,31 +193,6 @@ class SMatAttention(Mixer):
             _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
         key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
         return {"log_decay": log_decay, "key_gate": key_gate}
-
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: SMatMask,
-        call: CallInfo,
-        per_token: dict[str, Tensor | None],
-    ) -> tuple[Tensor, Any]:
-        q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
-        k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
-        v = v.unflatten(-1, (self.num_kv_heads, -1))
-        state = call.before("state")
-        if state is not None:
-            return attend_after(state, q, k, v, call, **per_token)
-        given: dict[str, Any] = {
-            **per_token, "feature_map": self.feature_map, "normalize": self.normalize,
-            "cu_seqlens": call.cu_seqlens,
-        }  # fmt: skip
-        if call.queries is not None:
-            return smat_attention_at(q, k, v, mask, call.queries, **given), None
-        return smat_attention(
-            q, k, v, mask, attention_mask=call.real, output_final_state=call.use_cache, **given
-        )
 
     def _mix_apart(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""

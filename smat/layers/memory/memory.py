@@ -1,23 +1,20 @@
 """A memory of distant tokens beside a recurrent backbone (Section 3, recurrent architectures).
 
-The backbone forgets everything at the boundary n, and a query t behind it adds
+The backbone forgets everything at the boundary, and a query t behind it adds
 
     lambda_t q_t' sum_h R_th U_h,      U_h = sum_x C_hx F_x,
 
 to what its recurrence holds: U the type table, F_x the memory of profile x, R the read weights,
-lambda the read gate. A memory routes; how F_x is updated is the backbone's affair (appendix "Memory
-updates"), which carries what is written with its own transitions A_j up to the query:
+lambda the read gate. A memory routes; the backbone carries what is written with its own transitions
+A_j (appendix "Memory updates"), omega the straight-through weight, g the write gate:
 
-    Mamba-2           F_x <- a_j F_x + 1{x_j = x} omega_j g_j k_j v_j'       one `smat_attention`
+    Mamba-2           F_x <- a_j F_x + 1{x_j = x} omega_j g_j k_j v_j'       one SMat-Attention
     Gated DeltaNet    F_x <- A_j F_x + 1{x_j = x} omega_j beta_j k_j v_j'    transport.py
-
-Here x is the profile, omega the straight-through weight, g the write gate (the paper calls both
-omega), a and A the transitions of the backbone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -123,7 +120,7 @@ class Memory(ContentRouting):
         Half of a length is distant. A call takes the geometry of the shortest length that holds it
         (padding included), the longest one past all; decoding keeps to the one it began with.
         """
-        masks = {each: kept_mask(each, vc_dim, chunk_size) for each in sorted(set(lengths))}
+        masks = {each: kept_mask(each, vc_dim, chunk_size) for each in sorted(lengths)}
         if not masks:
             raise ValueError("a memory needs at least one length, got none")
         *others, longest = masks.values()
@@ -147,7 +144,8 @@ class Memory(ContentRouting):
                 "packed sequences would share one geometry of those for lengths "
                 f"{list(self.mask_by_length)}; name one by mask=, or pad the sequences"
             )
-        return mask_of_length(self.mask_by_length, call.length)
+        masks = self.mask_by_length
+        return masks[min((each for each in masks if each >= call.length), default=max(masks))]
 
     def forward(
         self, x: Tensor, mask: SMatMask, call: CallInfo
@@ -164,23 +162,13 @@ class Memory(ContentRouting):
 
 
 class ProfileMemory(Memory):
-    """The memory of a backbone with a scalar decay, Mamba-2: a gate weighs what is written.
-
-    >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3, boundary=kept(32))
-    >>> ProfileMemory(hidden_size=8, num_heads=2, mask=mask).write_gate is None
-    False
-    """
+    """The memory of a backbone with a scalar decay, Mamba-2: a gate weighs what is written."""
 
     has_write_gate = True
 
 
 class TransportedMemory(Memory):
-    """The memory of a delta-rule backbone, Gated DeltaNet, whose beta weighs what is written.
-
-    >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3, boundary=kept(32))
-    >>> TransportedMemory(hidden_size=8, num_heads=2, mask=mask).write_gate is None
-    True
-    """
+    """The memory of a delta-rule backbone, Gated DeltaNet, whose beta weighs what is written."""
 
 
 def kept_mask(length: int, vc_dim: int, chunk_size: int | None = None) -> SMatMask:
@@ -196,13 +184,3 @@ def kept_mask(length: int, vc_dim: int, chunk_size: int | None = None) -> SMatMa
     return SMatMask(
         length, vc_dim, plain.chunk_size, plain.geometry.field_size, kept(plain.num_distant)
     )
-
-
-def mask_of_length(masks: Mapping[int, SMatMask], length: int) -> SMatMask:
-    """Return the mask of the shortest length that holds a call's, the longest one past all.
-
-    >>> masks = {length: kept_mask(length, 2) for length in (64, 128)}
-    >>> [mask_of_length(masks, length).seq_len for length in (5, 64, 65, 500)]
-    [64, 64, 128, 128]
-    """
-    return masks[min((each for each in masks if each >= length), default=max(masks))]

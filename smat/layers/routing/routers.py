@@ -42,12 +42,7 @@ class Router(Protocol):
 
 
 class PositionalRouting(nn.Module):
-    """Profiles and types dealt out in turn.
-
-    >>> call = CallInfo(1, 3, torch.device("cpu"))
-    >>> PositionalRouting()(torch.randn(1, 3, 8), SMatMask(64, 2), call)
-    (Assignment(profile=None, query_type=None, write_weight=None, read_weight=None), None)
-    """
+    """Profiles and types dealt out in turn: everything is left to the positions."""
 
     extra_inputs: tuple[str, ...] = ()
 
@@ -56,7 +51,7 @@ class PositionalRouting(nn.Module):
         return mask
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Assignment, None]:
-        """Leave everything to the positions."""
+        """Assign nothing."""
         return Assignment(), None
 
 
@@ -145,17 +140,10 @@ class HashedRouting(nn.Module):
 
 
 class DirectedRouting(HashedRouting):
-    """`HashedRouting` whose queries choose the direction of their hyperplane by a linear map.
+    """`HashedRouting` whose queries choose their direction by a linear map: see `OwnHyperplane`.
 
-    >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
-    >>> routing = DirectedRouting(8, mask.geometry, vocab_size=16, num_heads=2)
-    >>> ids = torch.tensor([[5, 9, 5, 7]])
-    >>> call = CallInfo(1, 4, ids.device, extras={"token_ids": ids})
-    >>> assignment, _ = routing(torch.randn(1, 4, 8), mask, call)
-    >>> assignment.query_type.shape, bool((assignment.read_weight == 1).all())
-    (torch.Size([1, 4, 2, 1]), True)
-
-    What is read of the own cell, and the gradient of the choice: see `OwnHyperplane`.
+    >>> DirectedRouting(8, Geometry(3, 5), vocab_size=16, num_heads=2).selector.num_scores()
+    6
     """
 
     extra_inputs = ("token_ids",)

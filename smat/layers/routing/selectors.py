@@ -64,8 +64,7 @@ class TopTypes(Selector):
 
     Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
 
-    Cost: T B hidden_size, and T B numbers at once, B = `geometry.num_types` ~ T^(1 - 1/d); the
-    backward pass T k hidden_size.
+    Cost: T B hidden_size, B = `geometry.num_types` ~ T^(1 - 1/d); backward T k hidden_size.
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
 
@@ -82,19 +81,17 @@ class TopTypes(Selector):
 
 
 class FactoredTopTypes(Selector):
-    """Read the highest-scored types where a type's score is its direction's plus its offset's.
+    """Read the highest-scored types where a score is that of the direction plus the offset's.
 
     >>> selector = FactoredTopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
     >>> reads = selector(torch.randn(4, 10, 8))
     >>> reads.query_type.shape, selector.num_scores()  # 11 scores instead of 30
     (torch.Size([4, 10, 2, 4]), 11)
 
-    The best k sums have their direction among the best k directions and their offset among the
-    best k offsets: a worse one could be replaced by k better ones. So the selection is exact.
-
-    Cost: T (A + q) hidden_size + T k^2, A directions of q offsets: at d = 3 it is 2q + 1 scores
-    instead of q^2 + q. Gradients pass through the scores of the chosen directions and offsets.
+    The selection is exact: the best k sums have their direction and their offset among the best k.
     What is given up is a score that prefers an offset for one direction and not for another.
+
+    Cost: T (A + q) hidden_size + T k^2, A directions of q offsets.
     """
 
     def num_scores(self) -> int:
