@@ -88,7 +88,6 @@ class GatedDeltaNet(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         if self.a_proj is not None:
             init_step_bias_(self.dt_bias)
@@ -96,7 +95,6 @@ class GatedDeltaNet(Mixer):
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """The mask of a call, if there is a memory."""
         return () if self.memory is None else ("mask",)
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:

@@ -89,7 +89,6 @@ class LogLinearMamba2(Mamba2):
         self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, bias, **made)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         rates = torch.arange(1.0, self.num_heads + 1, device=self.A_log.device)
         with torch.no_grad():

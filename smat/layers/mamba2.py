@@ -102,7 +102,6 @@ class Mamba2(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         init_step_bias_(self.dt_bias)
         init_decay_rate_(self.A_log, 1.0, 16.0)
@@ -110,7 +109,6 @@ class Mamba2(Mixer):
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """The mask of a call, if there is a memory."""
         return () if self.memory is None else ("mask",)
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:

@@ -142,10 +142,12 @@ class Mixer(nn.Module, ABC):
                 f"{type(self).__name__} takes {list(self.extra_inputs)} beside the arguments of "
                 f"every mixer, got {unknown}"
             )
-        _check_is(hidden_states, Tensor, "hidden_states")
-        _check_is(attention_mask, (Tensor, type(None)), "attention_mask")
-        _check_is(past, (MixerCache, type(None)), "past_key_values")
-        _check_is(cu_seqlens, (Tensor, type(None)), "cu_seqlens")
+        for argument, x, kind in (
+            ("hidden_states", hidden_states, Tensor), ("attention_mask", attention_mask, Tensor),
+            ("past_key_values", past, MixerCache), ("cu_seqlens", cu_seqlens, Tensor),
+        ):  # fmt: skip
+            if not isinstance(x, kind) and (x is not None or argument == "hidden_states"):
+                raise TypeError(f"{argument} must be a {kind.__name__}, got {type(x).__name__}")
         shape = tuple(hidden_states.shape)
         if len(shape) != 3 or shape[1] < 1 or shape[2] != self.hidden_size:
             raise ValueError(
@@ -200,12 +202,6 @@ def unpack(x: Tensor, edges: Sequence[int]) -> Tensor:
     """
     sequences = [x[0, start:stop] for start, stop in itertools.pairwise(edges)]
     return nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-
-
-def _check_is(x: object, kind: type | tuple[type, ...], name: str) -> None:
-    if not isinstance(x, kind):
-        wanted = kind[0] if isinstance(kind, tuple) else kind
-        raise TypeError(f"{name} must be a {wanted.__name__}, got {type(x).__name__}")
 
 
 def _check_padding(attention_mask: Tensor, shape: tuple[int, ...]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,23 +30,15 @@ class RMSNorm(nn.Module):
     [0.999999..., -0.999999...]
     """
 
-    def __init__(
-        self,
-        width: int,
-        eps: float = 1e-5,
-        num_groups: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, width: int, eps: float = 1e-5, num_groups: int = 1, **made: Any) -> None:
         super().__init__()
         if width % num_groups:
             raise ValueError(f"a width of {width} does not fall into {num_groups} groups")
         self.eps, self.num_groups = eps, num_groups
-        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(width, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start with a weight of 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,7 +54,6 @@ class NormThenGate(RMSNorm):
     """
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Normalise, then gate."""
         return super().forward(x) * F.silu(gate)
 
 
@@ -74,7 +66,6 @@ class GateThenNorm(RMSNorm):
     """
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Gate, then normalise."""
         return super().forward(x * F.silu(gate))
 
 

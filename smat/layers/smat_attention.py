@@ -23,7 +23,6 @@ from smat.layers.primitives import (
 from smat.layers.routing.routers import PositionalRouting, Router
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import BoundarySchedule, SMatMask
-from smat.ops.convolve import convolve, convolve_at, window
 from smat.ops.feature_maps import Favor, FeatureMap
 
 
@@ -124,7 +123,6 @@ class SMatAttention(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         if self.a_proj is not None:
             init_step_bias_(self.dt_bias)
@@ -132,19 +130,19 @@ class SMatAttention(Mixer):
 
     @property
     def extra_inputs(self) -> tuple[str, ...]:
-        """What the routing takes."""
         return self.routing.extra_inputs
 
     def extra_repr(self) -> str:
-        """Show d, horizon and boundary of the mask."""
         return describe_mask(self.recipe, self.horizon)
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (call.use_cache or call.cu_seqlens is not None):
             return self._mix_apart(x, call)
-        q, k, v, conv = (
-            self._project(x, call) if call.queries is None else self._project_at(x, call)
-        )
+        inputs, past = self.qkv_proj(x), call.before("conv")
+        qkv = inputs if self.conv is None else self.conv(inputs, past, call.first_visible())
+        q, k, v = qkv.split(self.widths, -1)
+        if call.queries is not None:
+            q = q[:, call.queries]
         q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
@@ -160,32 +158,10 @@ class SMatAttention(Mixer):
             y = y * F.silu(gate) if self.norm is None else self.norm(y, gate)
         elif self.norm is not None:
             y = self.norm(y)
-        return self.o_proj(y.flatten(-2)), call.cache(conv=conv, state=state, routing=routing)
-
-    def _project(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return queries, keys and values, (B, T, .), and the state of their convolution."""
-        qkv, state = self.qkv_proj(x), None
-        if self.conv is not None:
-            past, inputs = call.before("conv"), qkv
-            qkv = self.conv(inputs, past, call.first_visible())
-            if call.use_cache:
-                state = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
-        q, k, v = qkv.split(self.widths, -1)
-        return q, k, v, state
-
-    def _project_at(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor, Tensor, None]:
-        """Return queries (B, R, .) at the wanted positions alone, keys and values everywhere."""
-        assert call.queries is not None
-        weight, *kv_weight = self.qkv_proj.weight.split([self.widths[0], sum(self.widths[1:])])
-        kv = F.linear(x, *kv_weight)
-        if self.conv is None:
-            return F.linear(x[:, call.queries], weight), *kv.split(self.widths[1:], -1), None
-        first = call.first_visible()
-        taps, kv_taps = self.conv.weight.split([self.widths[0], sum(self.widths[1:])])
-        windows = F.linear(x[:, window(call.queries, self.conv.width)], weight)
-        q = convolve_at(windows, call.queries, taps, activation=True, first=first)
-        kv = convolve(kv, kv_taps, None, activation=True, first=first)
-        return q, *kv.split(self.widths[1:], -1), None
+        out, conv = self.o_proj(y.flatten(-2)), None
+        if self.conv is not None and call.use_cache:
+            conv = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
+        return out, call.cache(conv=conv, state=state, routing=routing)
 
     def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
         log_decay = None

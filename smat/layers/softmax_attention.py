@@ -74,7 +74,10 @@ class SoftmaxAttention(Mixer):
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         position = call.positions()
-        self._check_length(call)
+        if self.max_length is not None and int(call.num_tokens.max()) > self.max_length:
+            raise ValueError(
+                f"{int(call.num_tokens.max())} tokens, but positions for {self.max_length}"
+            )
         q, k, v = self._project(x, position)
         if call.past is None:
             out = self._attend(q, k, v, None)  # padding stands behind every real query
@@ -98,16 +101,6 @@ class SoftmaxAttention(Mixer):
         if self.positions == "rotary":
             q, k = (rotate(each, position, self.rotary_base) for each in (q, k))
         return q, k, v
-
-    def _check_length(self, call: CallInfo) -> None:
-        if self.max_length is None:
-            return
-        new = call.length if call.lengths is None else call.lengths
-        longest = int(
-            torch.as_tensor(new if call.past is None else call.past.num_tokens + new).max()
-        )
-        if longest > self.max_length:
-            raise ValueError(f"{longest} tokens, but positions for {self.max_length}")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """Attend (B, T, H, K) to (B, S, Hkv, K), where `seen` (B, T, S) says so; None is causal."""

@@ -92,13 +92,8 @@ class Visits:
 
     def collect(self, sequences: list[Sequences], answers: list[Tensor]) -> Tensor:
         """Give what sequences (n, L, ...) say back to their tokens, (B T, k, ...), 0 at padding."""
+        spare = self.num_tokens * self.num_reads  # the place of padding
+        target = [self.order[x.place].masked_fill(~x.real(), spare).flatten() for x in sequences]
         said = torch.cat([answer.flatten(0, 1) for answer in answers])
-        nothing = said.new_zeros(1, *said.shape[1:])
-        slot = torch.full((self.num_tokens * self.num_reads + 1,), len(said), device=self.device)
-        target = [
-            self.order[each.place].masked_fill(~each.real(), self.num_tokens * self.num_reads)
-            for each in sequences
-        ]
-        places = torch.arange(len(said), device=self.device)
-        slot.scatter_(0, torch.cat([each.flatten() for each in target]), places)
-        return torch.cat([said, nothing])[slot[:-1]].unflatten(0, (-1, self.num_reads))
+        found = said.new_zeros(spare + 1, *said.shape[1:]).index_copy(0, torch.cat(target), said)
+        return found[:-1].unflatten(0, (-1, self.num_reads))

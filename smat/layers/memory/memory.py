@@ -54,7 +54,6 @@ class SigmoidGate(nn.Module):
             nn.init.zeros_(self.head_logit)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(..., hidden_size) -> (..., H)."""
         logit = self.linear(hidden)
         return torch.sigmoid(logit if self.head_logit is None else logit + self.head_logit)
 
@@ -129,7 +128,6 @@ class Memory(ContentRouting):
         return memory
 
     def extra_repr(self) -> str:
-        """Show d, horizon and boundary of the mask."""
         return describe_mask(self.mask, self.mask.seq_len)
 
     def mask_of(self, call: CallInfo) -> SMatMask:

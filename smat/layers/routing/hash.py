@@ -44,9 +44,7 @@ class HashProjection(nn.Module):
 
     omega = prod_k [1 + (1 - f_k) - sg(1 - f_k)] is 1, and its derivative by s_k is -1: a one-sided,
     biased estimate. A loss that gains from a larger write pulls s towards the bin's lower edge.
-
-    Addresses are found in fp32 or wider, whatever the input is. One that is not finite gives a
-    weight that is not. Cost: T hidden_size (d - 1) a head.
+    Input that is not finite gives a weight that is not. Cost: T hidden_size (d - 1) a head.
     Paper: w = `weight`, gamma = `gain`, b = `bias`.
     """
 

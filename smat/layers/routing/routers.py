@@ -47,11 +47,9 @@ class PositionalRouting(nn.Module):
     extra_inputs: tuple[str, ...] = ()
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
-        """Return the mask under which the types are read."""
         return mask
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Assignment, None]:
-        """Assign nothing."""
         return Assignment(), None
 
 
@@ -163,7 +161,6 @@ class DirectedRouting(HashedRouting):
     def reads(
         self, x: Tensor, geometry: Geometry, cells: list[Tensor], ids: Tensor, call: CallInfo
     ) -> Assignment:
-        """Say what queries read whose own cell is given."""
         query_type, read_weight = self.selector(x[:, _queries(call)], cells[0])
         return Assignment(query_type=query_type, read_weight=read_weight)
 
@@ -194,7 +191,6 @@ class ContentRouting(nn.Module):
         return {**self.__dict__, "balance_loss": None}
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
-        """Return the mask under which the types are read."""
         return self.learned.read_mask(mask)
 
     def forward(

@@ -72,7 +72,6 @@ class TopTypes(Selector):
         return self.geometry.num_types
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
-        """Select; the query's own profile is of no interest."""
         with torch.no_grad():
             scores = self.score(hidden)
             query_type = _highest(scores, self.num_reads)
@@ -98,7 +97,6 @@ class FactoredTopTypes(Selector):
         return self.num_directions + self.num_offsets
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
-        """Select; the query's own profile is of no interest."""
         scores = self.score(hidden).split([self.num_directions, self.num_offsets], -1)
         best = [each.topk(min(self.num_reads, each.shape[-1]), dim=-1) for each in scores]
         (direction_score, direction), (offset_score, offset) = best
@@ -130,7 +128,6 @@ class OwnHyperplane(Selector):
         return self.num_directions
 
     def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
-        """Select by the query's own `profile` (..., H)."""
         probability, direction = self.score(hidden).softmax(-1).max(-1)
         weight = 1 + (probability - probability.detach())  # exactly 1
         query_type = type_through_cell(self.geometry, direction, profile)
@@ -155,7 +152,6 @@ class OwnCell(nn.Module):
         super().__init__()
 
     def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
-        """Select the query's own `profile`, (..., H)."""
         weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
         return TypeReads(profile.unsqueeze(-1), weight.unsqueeze(-1))
 
