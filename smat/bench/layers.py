@@ -19,8 +19,7 @@ from smat.bench.environment import describe_environment
 from smat.bench.layers_peers import MAMBA2, PEERS, load_peer
 from smat.bench.timing import Candidate, NoProgress, Progress, Timing, measure, synchronizer
 from smat.bench.workload import check_device
-from smat.layers import GatedDeltaNet, Mamba2, ProfileMemory, TransportedMemory
-from smat.layers.lengths import kept_mask
+from smat.layers import GatedDeltaNet, Mamba2, ProfileMemory, TransportedMemory, kept_mask
 from smat.masks import SMatMask, none
 from smat.ops import smat_attention
 from smat.ops.delta_rule import delta_rule

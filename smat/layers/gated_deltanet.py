@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smat.layers.mixer import DistantMemory, Mixer, local_mask
+from smat.layers.call import CallInfo, MixerCache
+from smat.layers.memory.memory import Memory
+from smat.layers.memory.transport import DeltaTokens, boundary_of, read_transported
+from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
     RMSNorm,
+    expanded,
     init_decay_rate_,
     init_step_bias_,
     l2_norm,
     step_and_log_decay,
 )
 from smat.layers.short_convolution import ShortConvolution
-from smat.layers.span import MixerCache, Span
-from smat.masks import SMatMask
-from smat.masks.boundary import KeptBoundary
 from smat.ops.delta_rule import delta_rule, delta_rule_step
-
-
-class Projected(NamedTuple):
-    """What the gated delta rule takes."""
-
-    q: Tensor  # (B, T, H, K), unit length
-    k: Tensor  # (B, T, H, K), unit length
-    v: Tensor  # (B, T, H, V)
-    beta: Tensor  # (B, T, H)
-    log_decay: Tensor | None  # (B, T, H)
 
 
 class GatedDeltaNet(Mixer):
@@ -69,14 +60,12 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
         chunk_size: int = 64,
-        memory: DistantMemory | None = None,
+        memory: Memory | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        value_dim = round(head_dim * expand_v)
-        if value_dim < 1 or value_dim != head_dim * expand_v:
-            raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")
+        value_dim = expanded(head_dim, expand_v)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
         self.allow_neg_eigval = allow_neg_eigval
@@ -99,53 +88,57 @@ class GatedDeltaNet(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         if self.a_proj is not None:
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log, 0.0, 16.0)
 
-    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
-        inputs, past = self.qkv_proj(x), span.part("conv")
-        mask = None if self.memory is None else local_mask(self.memory, span)
-        tokens = self._project(x, self.conv(inputs, past, span.first_visible(mask)), span)
-        local = tokens if mask is None else reset_at_boundary(tokens, mask, span)
-        y, state = self.recur(x, local, span)
-        distant = None
-        if self.memory is not None:
-            q, k, v, beta, log_decay = tokens
-            read, distant = self.memory(x, q, k, v, log_decay, beta, span)
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        return () if self.memory is None else ("mask",)
+
+    def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
+        inputs, past = self.qkv_proj(x), call.before("conv")
+        mask = None if self.memory is None else self.memory.mask_of(call)
+        tokens = self._project(x, self.conv(inputs, past, call.first_visible(mask)), call)
+        routing = distant = None
+        if self.memory is None or mask is None:
+            y, state = self.recur(x, tokens, call)
+        else:
+            y, state = self.recur(x, reset_at(boundary_of(mask), tokens, call), call)
+            assignment, routing = self.memory(x, mask, call)
+            read_mask = self.memory.read_mask(mask)
+            read, distant = read_transported(tokens, assignment, read_mask, call)
             y = y + read
         gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]
-        y = self.norm(y, *gate)
-        out = self.o_proj(y.flatten(-2))
-        if not span.use_cache:
+        out = self.o_proj(self.norm(y, *gate).flatten(-2))
+        if not call.use_cache:
             return out, None
-        conv = self.conv.next_state(inputs, past, span.lengths)
-        return out, span.cache(conv=conv, state=state, memory=distant, mask=mask)
+        conv = self.conv.next_state(inputs, past, call.lengths)
+        return out, call.cache(conv=conv, state=state, routing=routing, memory=distant, mask=mask)
 
-    def _project(self, x: Tensor, convolved: Tensor, span: Span) -> Projected:
+    def _project(self, x: Tensor, convolved: Tensor, call: CallInfo) -> DeltaTokens:
         q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)) for part in convolved.split(self.widths, -1)
+            each.unflatten(-1, (self.num_heads, -1)) for each in convolved.split(self.widths, -1)
         )
         beta = self.b_proj(x).sigmoid() * (2 if self.allow_neg_eigval else 1)
         log_decay = None
         if self.a_proj is not None:
             _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
-            log_decay = span.quiet(log_decay)
-        return Projected(l2_norm(q), l2_norm(k), v, span.quiet(beta), log_decay)
+            log_decay = call.close(log_decay)
+        return DeltaTokens(l2_norm(q), l2_norm(k), v, call.close(beta), log_decay)
 
-    def recur(self, x: Tensor, tokens: Projected, span: Span) -> tuple[Tensor, Any]:
-        """Run the delta rule over the tokens of a span, and return its state."""
+    def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
+        """Run the delta rule over the tokens of a call, and return its state."""
         q, k, v, beta, log_decay = tokens
-        state = span.part("state")
-        if span.single:
+        state = call.before("state")
+        if call.is_step:
             first = [None if each is None else each[:, 0] for each in tokens]
             out, state = delta_rule_step(*first, state=state)  # type: ignore[arg-type]
             return out.unsqueeze(1), state
         return delta_rule(
             q, k, v, beta, log_decay, initial_state=state, chunk_size=self.chunk_size,
-            output_final_state=span.use_cache,
+            output_final_state=call.use_cache,
         )  # fmt: skip
 
 
@@ -162,13 +155,11 @@ class DeltaNet(GatedDeltaNet):
         super().__init__(hidden_size, expand_v=expand_v, **options)
 
 
-def reset_at_boundary(tokens: Projected, mask: SMatMask, span: Span) -> Projected:
+def reset_at(boundary: int, tokens: DeltaTokens, call: CallInfo) -> DeltaTokens:
     """Forget everything at the first recent token: a log-decay of minus infinity there."""
-    if not isinstance(mask.boundary, KeptBoundary):
-        raise ValueError(f"the delta rule needs a kept boundary, got {mask.describe()}")
-    if mask.boundary.num_distant == 0:
+    if boundary == 0:
         return tokens
     log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
-    edge = (span.positions() == mask.boundary.num_distant).expand(log_decay.shape[:2])
-    edge = edge if span.real is None else edge & span.real
+    edge = (call.positions() == boundary).expand(log_decay.shape[:2])
+    edge = edge if call.real is None else edge & call.real
     return tokens._replace(log_decay=log_decay.masked_fill(edge.unsqueeze(-1), -torch.inf))

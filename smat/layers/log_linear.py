@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.layers import gated_deltanet, mamba2
+from smat.layers.call import CallInfo
+from smat.layers.gated_deltanet import GatedDeltaNet
+from smat.layers.mamba2 import Mamba2, Projected
+from smat.layers.memory.transport import DeltaTokens
 from smat.layers.primitives import keep_from_decay_
-from smat.layers.span import Span
 from smat.masks import SMatMask
 from smat.ops.log_linear import (
     LogLinearState,
@@ -53,7 +55,7 @@ class LevelWeights(nn.Module):
         return F.softplus(raw * self.scale.to(raw.dtype))
 
 
-class LogLinearMamba2(mamba2.Mamba2):
+class LogLinearMamba2(Mamba2):
     """Mamba-2 with a state for every power of two of the past.
 
     >>> layer = LogLinearMamba2(hidden_size=32, head_dim=16, state_dim=8, num_levels=8)
@@ -79,37 +81,35 @@ class LogLinearMamba2(mamba2.Mamba2):
         chunk_size: int = 64,
         **options: Any,
     ) -> None:
-        super().__init__(
-            hidden_size, conv_bias=conv_bias, bias=bias, chunk_size=chunk_size, **options
-        )
+        if options.get("memory") is not None:
+            raise ValueError("log-linear attention has no reset, and takes no memory beside it")
+        super().__init__(hidden_size, conv_bias=conv_bias, bias=bias, **options)
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.chunk_size = chunk_size
         self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, bias, **made)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         rates = torch.arange(1.0, self.num_heads + 1, device=self.A_log.device)
         with torch.no_grad():
             keep_from_decay_(self.A_log.copy_(rates.log()))
 
     def recur(
-        self, x: Tensor, tokens: mamba2.Projected, mask: SMatMask | None, span: Span
-    ) -> tuple[Tensor, Any]:
-        """Run all levels over the tokens of a span, and return their states if asked for."""
-        if mask is not None:
-            raise ValueError("log-linear attention has no reset, and takes no memory beside it")
+        self, x: Tensor, tokens: Projected, mask: SMatMask | None, call: CallInfo
+    ) -> tuple[Tensor, Any, None]:
+        """Run all levels over the tokens of a call, and return their states if asked for."""
         (q, k), v, log_decay = tokens.per_head(), tokens.v, tokens.log_decay
-        weights, log_decay = self.level_weights(x), span.quiet(log_decay)
-        if span.past is not None:
-            return _decode(span, (q, k, v, weights, log_decay), None, 1.0)
-        return log_linear_attention(
-            q, k, v, weights, log_decay, output_final_state=span.use_cache,
-            lengths=span.lengths, chunk_size=self.chunk_size,
+        weights, log_decay = self.level_weights(x), call.close(log_decay)
+        if call.past is not None:
+            return *_decode(call, (q, k, v, weights, log_decay), None, 1.0), None
+        y, state = log_linear_attention(
+            q, k, v, weights, log_decay, output_final_state=call.use_cache,
+            lengths=call.lengths, chunk_size=self.chunk_size,
         )  # fmt: skip
+        return y, state, None
 
 
-class LogLinearGatedDeltaNet(gated_deltanet.GatedDeltaNet):
+class LogLinearGatedDeltaNet(GatedDeltaNet):
     """Gated DeltaNet with a state for every power of two of the past.
 
     >>> layer = LogLinearGatedDeltaNet(hidden_size=32, num_heads=2, head_dim=8, num_levels=8)
@@ -128,31 +128,31 @@ class LogLinearGatedDeltaNet(gated_deltanet.GatedDeltaNet):
         self.scale = scale
         self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, False, **made)
 
-    def recur(self, x: Tensor, tokens: gated_deltanet.Projected, span: Span) -> tuple[Tensor, Any]:
-        """Run all levels over the tokens of a span, and return their states if asked for."""
+    def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
+        """Run all levels over the tokens of a call, and return their states if asked for."""
         q, k, v, beta, log_decay = tokens
         weights = self.level_weights(x)
-        if span.past is not None:
-            return _decode(span, (q, k, v, weights, log_decay), beta, self.scale)
+        if call.past is not None:
+            return _decode(call, (q, k, v, weights, log_decay), beta, self.scale)
         return log_linear_delta_rule(
-            q, k, v, beta, weights, log_decay, scale=self.scale, lengths=span.lengths,
-            output_final_state=span.use_cache, chunk_size=self.chunk_size,
+            q, k, v, beta, weights, log_decay, scale=self.scale, lengths=call.lengths,
+            output_final_state=call.use_cache, chunk_size=self.chunk_size,
         )  # fmt: skip
 
 
 def _decode(
-    span: Span, tokens: tuple[Any, ...], beta: Tensor | None, scale: float
+    call: CallInfo, tokens: tuple[Any, ...], beta: Tensor | None, scale: float
 ) -> tuple[Tensor, LogLinearState]:
     """Take the tokens one by one after those of the cache; padding leaves its row as it was."""
-    state: LogLinearState = span.part("state")
+    state: LogLinearState = call.before("state")
     outputs = []
-    for t in range(span.length):
+    for t in range(call.length):
         now: list[Any] = [x if x is None else x[:, t] for x in tokens]
         out, after = log_linear_step(
             *now, scale=scale, state=state, beta=None if beta is None else beta[:, t]
         )  # fmt: skip
-        if span.real is not None:
-            real = span.real[:, t]
+        if call.real is not None:
+            real = call.real[:, t]
             buckets = torch.where(real.view(-1, 1, 1, 1, 1), after.buckets, state.buckets)
             after = LogLinearState(buckets, torch.where(real, after.num_tokens, state.num_tokens))
         outputs.append(out)

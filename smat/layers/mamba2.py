@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from smat.layers.mixer import AdditiveMemory, DistantMemory, Mixer, local_mask
+from smat.layers.call import CallInfo, MixerCache, attend
+from smat.layers.memory.memory import Memory
+from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     GateThenNorm,
     init_decay_rate_,
@@ -15,10 +17,9 @@ from smat.layers.primitives import (
     keep_from_decay_,
     step_and_log_decay,
 )
+from smat.layers.routing.routers import Assignment
 from smat.layers.short_convolution import ShortConvolution
-from smat.layers.span import MixerCache, Span
 from smat.masks import SMatMask, none
-from smat.ops import SMatState, smat_attention
 
 
 class Projected(NamedTuple):
@@ -53,8 +54,8 @@ class Mamba2(Mixer):
     out = W (RMSNorm(y SiLU(z))),  with  [z, x, B, C, step] = W x  and a convolution over x, B, C.
 
     This is linear attention with q = C, k = B, v = step x and no normaliser: one algorithm serves
-    both. With a `memory` the state and the convolution are reset at the boundary of its mask, and
-    what it reads of the distant tokens is added before the norm.
+    both. With a `memory` the recurrence is the causal branch of its mask, reset at the boundary
+    (the convolution too), and the memory the long-range branch: one SMat-Attention, one state.
 
     Conventions of mamba_ssm: no scale, gate before norm, one norm a group, bias in the convolution
     only, A from U(1, 16), steps from [0.001, 0.1], D = 1; linear layers as torch draws them.
@@ -74,8 +75,7 @@ class Mamba2(Mixer):
         conv_bias: bool = True,
         bias: bool = False,
         norm_eps: float = 1e-5,
-        chunk_size: int = 64,
-        memory: DistantMemory | None = None,
+        memory: Memory | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -98,48 +98,38 @@ class Mamba2(Mixer):
         self.norm = GateThenNorm(inner, norm_eps, num_groups, **made)
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         self.memory = memory
-        self.plain_mask = SMatMask(1, vc_dim=1, chunk_size=chunk_size, boundary=none())
+        self.plain_mask = SMatMask(1, vc_dim=1, boundary=none())
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew."""
         super().reset_parameters()
         init_step_bias_(self.dt_bias)
         init_decay_rate_(self.A_log, 1.0, 16.0)
         keep_from_decay_(nn.init.ones_(self.D))
 
-    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        return () if self.memory is None else ("mask",)
+
+    def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         gate, inputs, raw_step = self.in_proj(x).split(self.widths, -1)
-        mask = None if self.memory is None else local_mask(self.memory, span)
-        first = span.first_visible(mask)
-        past = span.part("conv")
-        tokens = self._project(self.conv(inputs, past, first), raw_step)
-        y, state, distant = self._remember(x, tokens, mask, span)
+        past, mask = call.before("conv"), None
+        if self.memory is not None:
+            mask = self.memory.mask_of(call)
+            if not mask.boundary.horizon_free:
+                raise ValueError(
+                    f"a memory beside a recurrence needs a boundary without horizon, such as "
+                    f"kept({mask.num_distant}), got {mask.describe()}"
+                )
+        convolved = self.conv(inputs, past, call.first_visible(mask))
+        tokens = self._project(convolved, raw_step)
+        y, state, routing = self.recur(x, tokens, mask, call)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * tokens.skip
         out = self.out_proj(self.norm(y.flatten(-2), gate))
-        if not span.use_cache:
+        if not call.use_cache:
             return out, None
-        conv = self.conv.next_state(inputs, past, span.lengths, span.cu_seqlens)
-        return out, span.cache(conv=conv, state=state, memory=distant, mask=mask)
-
-    def _remember(
-        self, x: Tensor, tokens: Projected, mask: SMatMask | None, span: Span
-    ) -> tuple[Tensor, Any, Any]:
-        """Add what the recurrence and the memory beside it say, and return their states."""
-        q, k, v, log_decay, _ = tokens
-        begins = span.past is None and not span.use_cache
-        if begins and isinstance(self.memory, AdditiveMemory):
-            y, _ = smat_attention(
-                q, k, v, feature_map="identity", log_decay=log_decay, normalize=False,
-                attention_mask=span.real, cu_seqlens=span.cu_seqlens,
-                **self.memory.assign(x, span),
-            )  # fmt: skip
-            return y, None, None
-        y, state = self.recur(x, tokens, mask, span)
-        if self.memory is None:
-            return y, state, None
-        read, distant = self.memory(x, *tokens.per_head(), v, log_decay, None, span)
-        return y + read, state, distant
+        conv = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
+        return out, call.cache(conv=conv, state=state, routing=routing, mask=mask)
 
     def _project(self, convolved: Tensor, raw_step: Tensor) -> Projected:
         shared = self.num_groups * self.state_dim
@@ -151,31 +141,13 @@ class Mamba2(Mixer):
         return Projected(query, key, value, log_decay, skip)
 
     def recur(
-        self, x: Tensor, tokens: Projected, mask: SMatMask | None, span: Span
-    ) -> tuple[Tensor, Any]:
-        """Run the recurrence over the tokens of a span, and return its state if asked for.
-
-        With a mask it is reset at the boundary.
-        """
+        self, x: Tensor, tokens: Projected, mask: SMatMask | None, call: CallInfo
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """Run the recurrence over the tokens of a call, and return its state and the routing's."""
         q, k, v, log_decay, _ = tokens
-        # Distant keys weigh nothing in the state of a recurrence that is reset at the boundary.
-        weight = None if mask is None else torch.zeros_like(log_decay)
-        state: SMatState | None = span.part("state")
-        if state is None:
-            return smat_attention(
-                q, k, v, mask or self.plain_mask, feature_map="identity", log_decay=log_decay,
-                write_weight=weight, normalize=False, attention_mask=span.real,
-                cu_seqlens=span.cu_seqlens, output_final_state=span.use_cache, branch="causal",
-            )  # fmt: skip
-        return decode(state, q, k, v, span, log_decay=log_decay, write_weight=weight)
-
-
-def decode(
-    state: SMatState, q: Tensor, k: Tensor, v: Tensor, span: Span, **per_token: Tensor | None
-) -> tuple[Tensor, SMatState]:
-    """Attend from new tokens (B, T, H, .) after those of a state, which has no gradient."""
-    if span.single:
-        first = {name: None if x is None else x[:, 0] for name, x in per_token.items()}
-        out, state = state.step(q[:, 0], k[:, 0], v[:, 0], inplace=span.inplace, **first)
-        return out.unsqueeze(1), state
-    return state.extend(q, k, v, attention_mask=span.real, inplace=span.inplace, **per_token)
+        assignment, routing, read_mask = Assignment(), None, self.plain_mask
+        if self.memory is not None and mask is not None:
+            assignment, routing = self.memory(x, mask, call)
+            read_mask = self.memory.read_mask(mask)
+        y, state = attend(q, k, v, read_mask, call, log_decay=log_decay, **assignment._asdict())
+        return y, state, routing

@@ -5,74 +5,14 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smat.layers.span import MixerCache, Span
-from smat.masks import SMatMask
+from smat.layers.call import CallInfo, MixerCache
+from smat.ops.arguments import check_positions
 from smat.ops.padding import Padding
-
-
-class DistantMemory(Protocol):
-    """A memory of distant tokens beside a recurrence that forgets them at the boundary.
-
-    A backbone with a memory resets its state and its short convolution at the boundary of `mask`,
-    and adds what the memory returns to the local output, before its norm and output projection.
-    The boundary of `mask` needs no horizon: it is kept(n), or moves by position alone. A call may
-    name another mask, ``mask=``, as long as it begins its sequences; a memory with a method
-    `mask_of(span)` has the last word.
-    """
-
-    mask: SMatMask
-
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        span: Span,
-    ) -> tuple[Tensor, Any]:
-        """Return what recent tokens read, (B, T, H, V), 0 for the others, and the state.
-
-        q, k (B, T, H, K) and v (B, T, H, V) are the backbone's, after convolution and norm; for
-        Mamba-2 v is the step times x and beta is None. ``span.part("memory")`` is the state after
-        the tokens before these, None at the start.
-        """
-
-
-@runtime_checkable
-class AdditiveMemory(DistantMemory, Protocol):
-    """A memory whose reads are the long-range branch of the backbone's own linear attention.
-
-    One call of `smat_attention` then serves both branches, which share q, k, v and the decay.
-    """
-
-    def assign(self, hidden_states: Tensor, span: Span) -> dict[str, Any]:
-        """Return the mask and routing of new sequences, as arguments of `smat_attention`."""
-
-
-def local_mask(memory: DistantMemory, span: Span) -> SMatMask:
-    """Return the plain causal mask, cut at the boundary, of the recurrence beside a memory."""
-    if span.past is not None:
-        return span.part("mask")
-    picks = getattr(memory, "mask_of", None)
-    return _local_mask(span.extras.get("mask", memory.mask) if picks is None else picks(span))
-
-
-@lru_cache(maxsize=64)
-def _local_mask(mask: SMatMask) -> SMatMask:
-    if not mask.boundary.horizon_free:
-        raise ValueError(
-            f"a memory beside a recurrence needs a boundary without horizon, such as "
-            f"kept({mask.num_distant}), got {mask.describe()}"
-        )
-    return SMatMask(mask.seq_len, 1, mask.chunk_size, boundary=mask.boundary)
 
 
 class Mixer(nn.Module, ABC):
@@ -81,11 +21,18 @@ class Mixer(nn.Module, ABC):
     Subclasses write `mix`, which meets real tokens in front and padding only behind them.
     """
 
+    hidden_size: int
     packs_natively = False  # whether `mix` takes packed sequences as they are
+    reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
+
+    @property
+    def extra_inputs(self) -> tuple[str, ...]:
+        """The names of what `forward` takes beside hidden states, such as "token_ids"."""
+        return ()
 
     @abstractmethod
-    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
-        """Mix the tokens of a span, and return its cache if ``span.use_cache``."""
+    def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
+        """Mix the tokens of a call, and return its cache if ``call.use_cache``."""
 
     def forward(
         self,
@@ -94,9 +41,10 @@ class Mixer(nn.Module, ABC):
         past_key_values: MixerCache | None = None,
         use_cache: bool = False,
         *,
+        positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inplace: bool = False,
-        **kwargs: Any,
+        **extras: Any,
     ) -> tuple[Tensor, None, MixerCache | None]:
         """Mix tokens, and return ``(out, None, cache)``; the cache is None unless asked for.
 
@@ -104,26 +52,42 @@ class Mixer(nn.Module, ABC):
             hidden_states: (B, T, hidden_size).
             attention_mask: (B, T) or longer, of which the last T columns count; 0 for padding on
                 either side. Each row gives what its real tokens alone would give; padding gives 0.
-            past_key_values: The cache after the tokens before these.
+            past_key_values: The cache after the tokens before these. It carries no gradient, so
+                that the output of such a call has none: differentiating it raises.
             use_cache: Return the cache after these tokens.
+            positions: (R,) tokens of this call at which the output is wanted, (B, R, hidden_size).
             cu_seqlens: (S + 1,) edges of sequences packed along T, B = 1; each gives what it would
                 give alone, and is a row of the cache.
             inplace: Let states of the given cache be overwritten, which saves copying them.
-            kwargs: What a layer needs beside hidden states, such as token_ids (B, T).
+            extras: What this layer takes beside hidden states, by the names of `extra_inputs`.
         """
-        check_tokens(hidden_states, attention_mask, past_key_values, cu_seqlens)
+        self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
+        check_positions(positions, hidden_states.shape[1])
+        queries = None
+        if self.reads_at_queries and attention_mask is None and past_key_values is None:
+            queries = None if use_cache else positions
         if cu_seqlens is not None and not self.packs_natively:
-            return self._forward_unpacked(hidden_states, cu_seqlens, use_cache, kwargs)
+            out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+            return out if positions is None else out[:, positions], None, cache
         batch, length = hidden_states.shape[:2]
         padding = Padding(None if attention_mask is None else attention_mask[:, -length:])
-        extras = {name: _front(padding, x, (batch, length)) for name, x in kwargs.items()}
+        extras = {
+            name: padding.remove(x)[0] if _is_per_token(x, batch, length) else x
+            for name, x in extras.items()
+        }
         real = None if padding.real is None else padding.front(padding.real)
         (x,) = padding.remove(hidden_states)
-        span = Span(
-            batch, length, x.device, real, cu_seqlens, past_key_values, use_cache, inplace, extras
-        )
-        out, cache = self.mix(x, span)
-        return padding.restore(out), None, cache
+        call = CallInfo(
+            batch, length, x.device, real, cu_seqlens, past_key_values, use_cache, inplace,
+            queries, extras,
+        )  # fmt: skip
+        out, cache = self.mix(x, call)
+        if queries is None:
+            out = padding.restore(out)
+            out = out if positions is None else out[:, positions]
+        if past_key_values is not None and torch.is_grad_enabled():
+            out = _WithoutGradient.apply(out, hidden_states)
+        return out, None, cache
 
     def step(
         self,
@@ -131,44 +95,96 @@ class Mixer(nn.Module, ABC):
         cache: MixerCache | None = None,
         *,
         inplace: bool = False,
-        **kwargs: Any,
+        **extras: Any,
     ) -> tuple[Tensor, MixerCache]:
         """Take one token, (B, hidden_size), after those of the cache; None starts a sequence.
 
-        kwargs are those of `forward` without their time axis. The cache that was given stays
+        extras are those of `forward` without their time axis. The cache that was given stays
         valid unless ``inplace``.
         """
-        extras = {
-            name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in kwargs.items()
-        }
+        timed = {name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in extras.items()}
         out, _, after = self.forward(
-            hidden_state.unsqueeze(1), None, cache, True, inplace=inplace, **extras
+            hidden_state.unsqueeze(1), None, cache, True, inplace=inplace, **timed
         )
         assert after is not None
         return out.squeeze(1), after
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew; subclasses add what their parts do not draw themselves."""
+        """Draw all parameters anew; subclasses add what their modules do not draw themselves."""
         reset_children(self)
 
-    def _forward_unpacked(
-        self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, None, MixerCache | None]:
-        length = hidden_states.shape[1]
+    def _mix_unpacked(
+        self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, MixerCache | None]:
         edges = cu_seqlens.tolist()
-        extras: dict[str, Any] = {
-            name: unpack(x, edges) if _per_token(x, (1, length)) else x
-            for name, x in kwargs.items()
+        apart: dict[str, Any] = {
+            name: unpack(x, edges) if _is_per_token(x, 1, edges[-1]) else x
+            for name, x in extras.items()
         }
-        rows = unpack(hidden_states, edges)
-        lengths = cu_seqlens.long().diff()
-        real = torch.arange(rows.shape[1], device=rows.device) < lengths[:, None]
-        out, _, cache = self.forward(rows, real, None, use_cache, **extras)
-        return out[real].unsqueeze(0), None, cache
+        sequences = unpack(hidden_states, edges)
+        token = torch.arange(sequences.shape[1], device=sequences.device)
+        real = token < cu_seqlens.long().diff()[:, None]
+        out, _, cache = self.forward(sequences, real, None, use_cache, **apart)
+        return out[real].unsqueeze(0), cache
+
+    def _check(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        past: MixerCache | None,
+        cu_seqlens: Tensor | None,
+        extras: Mapping[str, Any],
+    ) -> None:
+        """Refuse tokens, padding, packing and a cache that do not belong together."""
+        unknown = [name for name in extras if name not in self.extra_inputs]
+        if unknown:
+            raise TypeError(
+                f"{type(self).__name__} takes {list(self.extra_inputs)} beside the arguments of "
+                f"every mixer, got {unknown}"
+            )
+        for argument, x, kind in (
+            ("hidden_states", hidden_states, Tensor), ("attention_mask", attention_mask, Tensor),
+            ("past_key_values", past, MixerCache), ("cu_seqlens", cu_seqlens, Tensor),
+        ):  # fmt: skip
+            if not isinstance(x, kind) and (x is not None or argument == "hidden_states"):
+                raise TypeError(f"{argument} must be a {kind.__name__}, got {type(x).__name__}")
+        shape = tuple(hidden_states.shape)
+        if len(shape) != 3 or shape[1] < 1 or shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states must be (B, T, {self.hidden_size}) with T >= 1, got {shape}"
+            )
+        if attention_mask is not None:
+            _check_padding(attention_mask, shape)
+        if past is not None and len(past) != shape[0]:
+            raise ValueError(f"the cache has {len(past)} rows, but there are {shape[0]} sequences")
+        if cu_seqlens is None:
+            return
+        if attention_mask is not None or past is not None:
+            raise ValueError("cu_seqlens goes with neither an attention_mask nor a cache")
+        edges = cu_seqlens.tolist()
+        if shape[0] != 1 or edges[:1] != [0] or edges[-1] != shape[1] or sorted(edges) != edges:
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to T in a batch of 1, got {edges} for {shape[:2]}"
+            )
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Pass an output on, and refuse to differentiate it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, hidden_states: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        raise RuntimeError(
+            "a cache carries no gradient, so what was computed after one cannot be differentiated; "
+            "call the layer on the whole sequence, or under torch.no_grad()"
+        )
 
 
 def reset_children(module: nn.Module) -> None:
-    """Reset the parameters of all parts that know how to."""
+    """Reset the parameters of all modules inside that know how to."""
     for child in module.children():
         reset = getattr(child, "reset_parameters", None)
         if callable(reset):
@@ -184,40 +200,23 @@ def unpack(x: Tensor, edges: Sequence[int]) -> Tensor:
     tensor([[0, 1, 0],
             [2, 3, 4]])
     """
-    parts = [x[0, start:stop] for start, stop in itertools.pairwise(edges)]
-    return nn.utils.rnn.pad_sequence(parts, batch_first=True)
+    sequences = [x[0, start:stop] for start, stop in itertools.pairwise(edges)]
+    return nn.utils.rnn.pad_sequence(sequences, batch_first=True)
 
 
-def check_tokens(
-    hidden_states: Tensor,
-    attention_mask: Tensor | None,
-    past: MixerCache | None,
-    cu_seqlens: Tensor | None,
-) -> None:
-    """Refuse tokens, padding, packing and a cache that do not belong together."""
-    shape = tuple(hidden_states.shape)
-    if hidden_states.ndim != 3 or shape[1] < 1:
-        raise ValueError(f"hidden_states must be (B, T, hidden_size) with T >= 1, got {shape}")
-    if attention_mask is not None:
-        wide = tuple(attention_mask.shape)
-        if len(wide) != 2 or wide[0] != shape[0] or wide[1] < shape[1]:
-            raise ValueError(f"attention_mask must be (B, T) = {shape[:2]}, got {wide}")
-    if past is not None and len(past) != shape[0]:
-        raise ValueError(f"the cache has {len(past)} rows, but there are {shape[0]} sequences")
-    if cu_seqlens is None:
+def _check_padding(attention_mask: Tensor, shape: tuple[int, ...]) -> None:
+    wide = tuple(attention_mask.shape)
+    if len(wide) != 2 or wide[0] != shape[0] or wide[1] < shape[1]:
+        raise ValueError(f"attention_mask must be (B, T) = {shape[:2]}, got {wide}")
+    if attention_mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
-    if attention_mask is not None or past is not None:
-        raise ValueError("cu_seqlens goes with neither an attention_mask nor a cache")
-    edges = cu_seqlens.tolist()
-    if shape[0] != 1 or edges[0] != 0 or edges[-1] != shape[1] or sorted(edges) != edges:
+    wrong = (attention_mask != 0) & (attention_mask != 1)
+    if bool(wrong.any()):
         raise ValueError(
-            f"cu_seqlens must rise from 0 to T in a batch of 1, got {edges} for {shape[:2]}"
+            f"attention_mask must hold 0 for padding and 1 elsewhere, got "
+            f"{attention_mask[wrong][0].item()}"
         )
 
 
-def _per_token(x: Any, shape: tuple[int, int]) -> bool:
-    return isinstance(x, Tensor) and x.ndim >= 2 and tuple(x.shape[:2]) == shape
-
-
-def _front(padding: Padding, x: Any, shape: tuple[int, int]) -> Any:
-    return padding.remove(x)[0] if _per_token(x, shape) else x
+def _is_per_token(x: object, batch: int, length: int) -> bool:
+    return isinstance(x, Tensor) and x.ndim >= 2 and tuple(x.shape[:2]) == (batch, length)

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smat.layers.call import CallInfo, MixerCache
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
+    expanded,
     init_decay_rate_,
     init_step_bias_,
     l2_norm,
     step_and_log_decay,
 )
 from smat.layers.short_convolution import ShortConvolution
-from smat.layers.span import MixerCache, Span
-from smat.layers.visits import Batch, Visits
+from smat.layers.visits import Sequences, Visits
 from smat.ops.delta_rule import delta_rule, delta_rule_step
 
 
@@ -55,8 +56,8 @@ class MixtureOfMemories(Mixer):
         num_chosen: k, the memories that a token updates and reads.
         num_heads, head_dim, expand_v, conv_size, norm_eps, chunk_size: As in Gated DeltaNet.
 
-    After a call that begins sequences `balance_loss` holds M sum over m of f_m p_m, f the share of
-    the visits and p the mean probability: 1 if memories are used evenly.
+    After a call that begins sequences `balance_loss` holds M sum over m of f_m p_m, f the fraction
+    of the visits and p the mean probability: 1 if memories are used evenly.
     """
 
     balance_loss: Tensor | None
@@ -80,9 +81,7 @@ class MixtureOfMemories(Mixer):
         by_length = {0: num_memories} if isinstance(num_memories, int) else dict(num_memories)
         if not by_length or min(by_length.values()) < num_chosen or num_chosen < 1:
             raise ValueError(f"a token cannot choose {num_chosen} of {num_memories} memories")
-        value_dim = round(head_dim * expand_v)
-        if value_dim < 1 or value_dim != head_dim * expand_v:
-            raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")
+        value_dim = expanded(head_dim, expand_v)
         self.hidden_size, self.num_heads, self.num_chosen = hidden_size, num_heads, num_chosen
         self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
         self.num_memories = max(by_length.values())
@@ -107,6 +106,16 @@ class MixtureOfMemories(Mixer):
         self.balance_loss = None
         self.reset_parameters()
 
+    def _mix_unpacked(
+        self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
+    ) -> tuple[Tensor, MixerCache | None]:
+        if len(self.routers) > 1:
+            raise ValueError(
+                f"packed sequences would share one of {len(self.routers)} routers, which are for "
+                f"lengths {[int(length) for length in self.routers]}; pad them instead"
+            )
+        return super()._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+
     def reset_parameters(self) -> None:
         """Draw all parameters anew: each memory's projections as torch draws a linear layer."""
         super().reset_parameters()
@@ -119,101 +128,77 @@ class MixtureOfMemories(Mixer):
         """Leave the last loss behind where a layer is copied or saved: it belongs to a graph."""
         return {**self.__dict__, "balance_loss": None}
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: MixerCache | None = None,
-        use_cache: bool = False,
-        *,
-        cu_seqlens: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None, MixerCache | None]:
-        """Mix tokens as every mixer does; the padded length of a batch picks its router."""
-        if cu_seqlens is not None and len(self.routers) > 1:
-            raise ValueError(
-                f"packed sequences would share one of {len(self.routers)} routers, which are for "
-                f"lengths {[int(length) for length in self.routers]}; pad them instead"
-            )
-        return super().forward(
-            hidden_states, attention_mask, past_key_values, use_cache, cu_seqlens=cu_seqlens,
-            **kwargs,
-        )  # fmt: skip
-
-    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
-        router = self._router_of(span)
-        memory, weight = self._route(x, router, span)
-        inputs = self.q_proj(x)
-        q = self.q_conv(inputs, span.part("q_conv"))
-        q = l2_norm(q.unflatten(-1, (self.num_heads, -1)))
-        states = self._states(x, span)
-        visits = Visits(memory, self.num_memories, span.real)
-        batches = list(visits.batches())
-        sorted_inputs = visits.project(x, self.bank)
-        answers = [self._recur(q, sorted_inputs, visits, batch, states) for batch in batches]
-        found = visits.collect(batches, answers).unflatten(0, x.shape[:2])  # (B, T, k, H, V)
+    def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
+        router = self._router_of(call)
+        memory, weight = self._route(x, router, call)
+        inputs, past = self.q_proj(x), call.before("q_conv")
+        q = l2_norm(self.q_conv(inputs, past).unflatten(-1, (self.num_heads, -1)))
+        states = self._states(x, call)
+        visits = Visits(memory, self.num_memories, call.real)
+        found = q.new_zeros(*memory.shape, self.num_heads, self.value_dim)
+        if len(visits.token):
+            visitors = visits.project(x, self.bank)
+            sequences = list(visits.sequences())
+            answers = [self._recur(q, visitors, visits, each, states) for each in sequences]
+            found = visits.collect(sequences, answers).view(found.shape)  # (B, T, k, H, V)
         y = (found * weight.to(found.dtype)[..., None, None]).sum(2)
         y = self.norm(y, self.g_proj(x).view_as(y))
         out = self.o_proj(y.flatten(-2))
-        if not span.use_cache:
+        if states is None or not call.use_cache:
             return out, None
-        q_conv = self.q_conv.next_state(inputs, span.part("q_conv"), span.lengths)
-        assert states is not None
-        kv_conv, state = states
+        q_conv = self.q_conv.next_state(inputs, past, call.lengths)
         number = torch.full((len(x),), int(router), device=x.device)
-        return out, span.cache(q_conv=q_conv, kv_conv=kv_conv, state=state, router=number)
+        return out, call.cache(q_conv=q_conv, kv_conv=states[0], state=states[1], router=number)
 
-    def _router_of(self, span: Span) -> str:
-        if span.past is not None:
-            return str(int(span.past["router"][0]))
-        if len(self.routers) == 1:
-            return next(iter(self.routers))
+    def _router_of(self, call: CallInfo) -> str:
+        if call.past is not None:
+            return str(int(call.past["router"][0]))
         lengths = sorted(int(length) for length in self.routers)
-        return str(next((each for each in lengths if each >= span.length), lengths[-1]))
+        return str(next((each for each in lengths if each >= call.length), lengths[-1]))
 
-    def _route(self, x: Tensor, router: str, span: Span) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, router: str, call: CallInfo) -> tuple[Tensor, Tensor]:
         """Choose memories (B, T, k), and weigh them, (B, T, k)."""
         scores = self.routers[router](x)
-        share = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
-        chosen, memory = share.topk(self.num_chosen, dim=-1)
-        if span.past is None:
-            self.balance_loss = _balance_loss(share, memory, span.real)
-        return memory, span.quiet(chosen / chosen.sum(-1, keepdim=True))
+        probability = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
+        chosen, memory = probability.topk(self.num_chosen, dim=-1)
+        if call.past is None:
+            self.balance_loss = _balance_loss(probability, memory, call.real)
+        return memory, call.close(chosen / chosen.sum(-1, keepdim=True))
 
-    def _states(self, x: Tensor, span: Span) -> tuple[Tensor, Tensor] | None:
+    def _states(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor] | None:
         """Return the states of all memories' convolutions and recurrences, to be overwritten."""
-        if span.past is None and not span.use_cache:
+        if call.past is not None:
+            kept = call.past["kv_conv"], call.past["state"]
+            return kept if call.inplace else (kept[0].clone(), kept[1].clone())
+        if not call.use_cache:
             return None
-        if span.past is not None:
-            kept = span.past["kv_conv"], span.past["state"]
-            return kept if span.inplace else (kept[0].clone(), kept[1].clone())
-        rows = (len(x), self.num_memories)
+        each = (len(x), self.num_memories)
         wide = torch.promote_types(x.dtype, torch.float32)
         matrix = (self.num_heads, self.head_dim, self.value_dim)
-        conv = x.new_zeros(*rows, self.kv_conv.width - 1, sum(self.widths[:2]))
-        return conv, x.new_zeros(*rows, *matrix, dtype=wide)
+        conv = x.new_zeros(*each, self.kv_conv.width - 1, sum(self.widths[:2]))
+        return conv, x.new_zeros(*each, *matrix, dtype=wide)
 
     def _recur(
         self,
         q: Tensor,
-        sorted_inputs: Tensor,
+        visitors: Tensor,
         visits: Visits,
-        batch: Batch,
+        some: Sequences,
         states: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Run the memories of a batch over the tokens that visit them: (n, L, H, V)."""
-        where = batch.row, batch.memory
+        """Let memories take in the sequences of tokens that visit them: (n, L, H, V)."""
+        where = some.row, some.memory
         before = (None, None) if states is None else (states[0][where], states[1][where])
-        inputs, raw_beta, raw_step = sorted_inputs[batch.place].split(
-            [sum(self.widths[:2]), *self.widths[2:]], -1
-        )
+        gone = ~some.real().unsqueeze(-1)
+        # Behind a sequence stand visitors of another, whose numbers need not be finite.
+        own = visitors[some.place].masked_fill(gone, 0)
+        inputs, raw_beta, raw_step = own.split([sum(self.widths[:2]), *self.widths[2:]], -1)
         k, v = self.kv_conv(inputs, before[0]).split(self.widths[:2], -1)
-        k, v = (part.unflatten(-1, (self.num_heads, -1)) for part in (k, v))
-        parameters = (each[batch.memory].unsqueeze(1) for each in (self.dt_bias, self.A_log))
+        k, v = (each.unflatten(-1, (self.num_heads, -1)) for each in (k, v))
+        parameters = (each[some.memory].unsqueeze(1) for each in (self.dt_bias, self.A_log))
         _, log_decay = step_and_log_decay(raw_step, *parameters)
-        gone = ~batch.real().unsqueeze(-1)
         beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
-        q = q.flatten(0, 1)[visits.token[batch.place]]
+        q = q.flatten(0, 1)[visits.token[some.place]]
         tokens, state = (q, l2_norm(k), v, beta, log_decay), before[1]
         if q.shape[1] == 1 and state is not None:
             out, state = delta_rule_step(*(each[:, 0] for each in tokens), state=state)
@@ -225,15 +210,17 @@ class MixtureOfMemories(Mixer):
             )  # fmt: skip
         if states is not None:
             assert state is not None
-            conv = self.kv_conv.next_state(inputs.detach(), before[0], batch.lengths)
+            conv = self.kv_conv.next_state(inputs.detach(), before[0], some.lengths)
             states[0][where], states[1][where] = conv.to(states[0].dtype), state.detach()
         return out
 
 
-def _balance_loss(share: Tensor, memory: Tensor, real: Tensor | None) -> Tensor:
-    """M sum_m f_m p_m over the real tokens, with the gradient of p."""
+def _balance_loss(probability: Tensor, memory: Tensor, real: Tensor | None) -> Tensor:
+    """M sum_m f_m p_m over the real tokens, with the gradient of p; 0 without any."""
     if real is not None:
-        share, memory = share[real], memory[real]
-    num_memories, visited = share.shape[-1], memory.flatten()
+        probability, memory = probability[real], memory[real]
+    num_memories, visited = probability.shape[-1], memory.flatten()
+    probability = probability.flatten(0, -2)
     visits = torch.bincount(visited, minlength=num_memories) / max(1, len(visited))
-    return num_memories * (visits.to(share.dtype) * share.flatten(0, -2).mean(0)).sum()
+    mean = probability.sum(0) / max(1, len(probability))
+    return num_memories * (visits.to(mean.dtype) * mean).sum()

@@ -1,13 +1,15 @@
-"""Small parts that several layers share: norms, rotary positions, gates, short convolutions."""
+"""What several layers share: norms, rotary positions, gates, widths of heads."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.masks import SMatMask
 from smat.ops.normalize import rms_norm
 
 
@@ -28,23 +30,15 @@ class RMSNorm(nn.Module):
     [0.999999..., -0.999999...]
     """
 
-    def __init__(
-        self,
-        width: int,
-        eps: float = 1e-5,
-        num_groups: int = 1,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, width: int, eps: float = 1e-5, num_groups: int = 1, **made: Any) -> None:
         super().__init__()
         if width % num_groups:
             raise ValueError(f"a width of {width} does not fall into {num_groups} groups")
         self.eps, self.num_groups = eps, num_groups
-        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(width, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start with a weight of 1."""
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +54,6 @@ class NormThenGate(RMSNorm):
     """
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Normalise, then gate."""
         return super().forward(x) * F.silu(gate)
 
 
@@ -73,7 +66,6 @@ class GateThenNorm(RMSNorm):
     """
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
-        """Gate, then normalise."""
         return super().forward(x * F.silu(gate))
 
 
@@ -140,3 +132,35 @@ def step_and_log_decay(raw: Tensor, step_bias: Tensor, log_rate: Tensor) -> tupl
     kind = torch.promote_types(raw.dtype, torch.float32)
     step = F.softplus(raw.to(kind) + step_bias.to(kind))
     return step, -log_rate.to(kind).exp() * step
+
+
+def head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
+    """Return the width of a head: the one that is given, or an equal share of the layer's.
+
+    >>> head_width(64, 4, None), head_width(64, 3, 16)
+    (16, 16)
+    """
+    if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
+        raise ValueError(f"a width of {hidden_size} makes no {num_heads} heads; give head_dim")
+    return hidden_size // num_heads if head_dim is None else head_dim
+
+
+def expanded(head_dim: int, expand_v: float) -> int:
+    """Return the width of a value, `expand_v` times that of a key.
+
+    >>> expanded(8, 1.5)
+    12
+    """
+    value_dim = round(head_dim * expand_v)
+    if value_dim < 1 or value_dim != head_dim * expand_v:
+        raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")
+    return value_dim
+
+
+def describe_mask(mask: SMatMask, horizon: int | None = None) -> str:
+    """Say in a `repr` what a layer's mask is.
+
+    >>> describe_mask(SMatMask(1024, vc_dim=3), horizon=1024)
+    'vc_dim=3, horizon=1024, boundary=rebuilt()'
+    """
+    return f"vc_dim={mask.vc_dim}, horizon={horizon}, boundary={mask.boundary.describe()}"

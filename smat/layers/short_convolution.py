@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,17 +30,14 @@ class ShortConvolution(nn.Module):
         width: int = 4,
         bias: bool = False,
         activation: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        **made: Any,
     ) -> None:
         super().__init__()
         if width < 1:
             raise ValueError(f"the width of a convolution must be 1 or more, got {width}")
         self.channels, self.width, self.activation = channels, width, activation
-        self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
-        self.bias: nn.Parameter | None = None
-        if bias:
-            self.bias = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(channels, width, **made))
+        self.bias = nn.Parameter(torch.empty(channels, **made)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -55,8 +53,7 @@ class ShortConvolution(nn.Module):
         """Convolve (B, T, C), after the inputs in `state` (B, width - 1, C) if given.
 
         `first` (B, T) or (1, T) is the first token of x that each token may look back to, negative
-        for one in the state: the start of its sequence, or the boundary of a recurrence that is
-        reset there.
+        for one in the state: `CallInfo.first_visible`.
         """
         if state is None:
             return convolve(x, self.weight, self.bias, self.activation, first)

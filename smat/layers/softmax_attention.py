@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.layers.call import CallInfo, MixerCache
 from smat.layers.mixer import Mixer
-from smat.layers.primitives import RMSNorm, rotate
-from smat.layers.span import MixerCache, Span
+from smat.layers.primitives import RMSNorm, head_width, rotate
 
 POSITIONS = ("rotary", "learned", "none")
 
@@ -50,7 +50,7 @@ class SoftmaxAttention(Mixer):
         if (positions == "learned") != (max_length is not None):
             raise ValueError(f"positions {positions!r} do not go with max_length = {max_length}")
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        head_dim = head_width(hidden_size, num_heads, head_dim)
         if num_heads % num_kv_heads:
             raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} key heads")
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
@@ -72,18 +72,21 @@ class SoftmaxAttention(Mixer):
         if self.max_length is not None:
             nn.init.normal_(self.position_table, std=0.02)
 
-    def mix(self, x: Tensor, span: Span) -> tuple[Tensor, MixerCache | None]:
-        position = span.positions()
-        self._check_length(span)
+    def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
+        position = call.positions()
+        if self.max_length is not None and int(call.num_tokens.max()) > self.max_length:
+            raise ValueError(
+                f"{int(call.num_tokens.max())} tokens, but positions for {self.max_length}"
+            )
         q, k, v = self._project(x, position)
-        if span.past is None:
+        if call.past is None:
             out = self._attend(q, k, v, None)  # padding stands behind every real query
         else:
-            k, v = (_append(span, name, new) for name, new in (("keys", k), ("values", v)))
+            k, v = (_append(call, name, new) for name, new in (("keys", k), ("values", v)))
             key = torch.arange(k.shape[1], device=k.device)
             out = self._attend(q, k, v, key <= position.unsqueeze(-1))
         out = self.o_proj(out)
-        return out, span.cache(keys=k, values=v)
+        return out, call.cache(keys=k, values=v)
 
     def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.max_length is not None:
@@ -91,29 +94,19 @@ class SoftmaxAttention(Mixer):
             row = position.clamp(max=self.max_length - 1)
             x = x + self.position_table[row].to(x.dtype)
         q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in self.qkv_proj(x).split(self.widths, -1)
+            each.unflatten(-1, (-1, self.head_dim))
+            for each in self.qkv_proj(x).split(self.widths, -1)
         )
         q, k = self.q_norm(q), self.k_norm(k)
         if self.positions == "rotary":
-            q, k = (rotate(part, position, self.rotary_base) for part in (q, k))
+            q, k = (rotate(each, position, self.rotary_base) for each in (q, k))
         return q, k, v
-
-    def _check_length(self, span: Span) -> None:
-        if self.max_length is None:
-            return
-        new = span.length if span.lengths is None else span.lengths
-        longest = int(
-            torch.as_tensor(new if span.past is None else span.past.num_tokens + new).max()
-        )
-        if longest > self.max_length:
-            raise ValueError(f"{longest} tokens, but positions for {self.max_length}")
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """Attend (B, T, H, K) to (B, S, Hkv, K), where `seen` (B, T, S) says so; None is causal."""
         shared = self.num_heads // self.num_kv_heads
         if shared > 1:
-            k, v = (part.repeat_interleave(shared, 2) for part in (k, v))
+            k, v = (each.repeat_interleave(shared, 2) for each in (k, v))
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=seen is None,
             attn_mask=None if seen is None else seen.unsqueeze(1),
@@ -121,12 +114,12 @@ class SoftmaxAttention(Mixer):
         return out.transpose(1, 2).flatten(-2)
 
 
-def _append(span: Span, name: str, new: Tensor) -> Tensor:
+def _append(call: CallInfo, name: str, new: Tensor) -> Tensor:
     """Put the new keys or values of every row behind those it already has."""
-    assert span.past is not None
-    num_tokens = span.past.num_tokens
-    old = span.past[name][:, : int(num_tokens.max())]
-    held = F.pad(old, (0, 0, 0, 0, 0, span.length)).to(new.dtype)
+    assert call.past is not None
+    num_tokens = call.past.num_tokens
+    old = call.past[name][:, : int(num_tokens.max())]
+    held = F.pad(old, (0, 0, 0, 0, 0, call.length)).to(new.dtype)
     # Padding lands behind the real tokens of its row, where the next ones overwrite it.
-    token = num_tokens[:, None] + torch.arange(span.length, device=new.device)
+    token = num_tokens[:, None] + torch.arange(call.length, device=new.device)
     return held.scatter(1, token[..., None, None].expand_as(new), new)

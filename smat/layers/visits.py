@@ -8,12 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smat.ops.sorted_groups import cut_runs
-
 TILE_VISITS = 256  # of one memory, that are projected together
+SPARE_VISITS = 8  # of padding behind a sequence, which cost no more than another product
 
 
-class Batch(NamedTuple):
+class Sequences(NamedTuple):
     """Sequences of about the same length, side by side."""
 
     memory: Tensor  # (n,)
@@ -31,7 +30,7 @@ class Visits:
     """Tokens (B, T) that visit k memories each, ``memory`` (B, T, k), in the order of their time.
 
     >>> visits = Visits(torch.tensor([[[0, 1], [1, 2], [1, 0]]]), num_memories=3)
-    >>> visits.token, [batch.lengths.tolist() for batch in visits.batches()]
+    >>> visits.token, [some.lengths.tolist() for some in visits.sequences()]
     (tensor([0, 2, 0, 1, 2, 1]), [[3, 2, 1]])
 
     Visits are sorted by memory, then batch row, then time: those of a memory stand together for its
@@ -72,26 +71,29 @@ class Visits:
         tile = tiles_before[of_visit] + within // TILE_VISITS
         return products.flatten(0, 1)[tile * width + within % TILE_VISITS]
 
-    def batches(self) -> Iterator[Batch]:
-        """Give the sequences that are not empty, padded where that costs little."""
+    def sequences(self) -> Iterator[Sequences]:
+        """Give the sequences that are not empty, side by side where padding costs little.
+
+        Of those that stand together the shortest has three quarters of the longest one's length.
+        """
         offset = self.counts.cumsum(0) - self.counts
         lengths, sequence = self.counts.sort(descending=True)
         sizes = lengths[: int((lengths > 0).sum())].tolist()
-        for run in cut_runs(sizes):
-            some = sequence[run.groups]
-            token = torch.arange(run.width, device=self.device)
+        first = 0
+        while first < len(sizes):
+            width, last = sizes[first], first + 1
+            while last < len(sizes) and sizes[last] >= min(0.75 * width, width - SPARE_VISITS):
+                last += 1
+            some = sequence[first:last]
+            token = torch.arange(width, device=self.device)
             place = (offset[some].unsqueeze(1) + token).clamp(max=len(self.token) - 1)
-            yield Batch(some // self.batch, some % self.batch, place, lengths[run.groups])
+            yield Sequences(some // self.batch, some % self.batch, place, lengths[first:last])
+            first = last
 
-    def collect(self, batches: list[Batch], answers: list[Tensor]) -> Tensor:
+    def collect(self, sequences: list[Sequences], answers: list[Tensor]) -> Tensor:
         """Give what sequences (n, L, ...) say back to their tokens, (B T, k, ...), 0 at padding."""
+        spare = self.num_tokens * self.num_reads  # the place of padding
+        target = [self.order[x.place].masked_fill(~x.real(), spare).flatten() for x in sequences]
         said = torch.cat([answer.flatten(0, 1) for answer in answers])
-        nothing = said.new_zeros(1, *said.shape[1:])
-        slot = torch.full((self.num_tokens * self.num_reads + 1,), len(said), device=self.device)
-        target = [
-            self.order[batch.place].masked_fill(~batch.real(), self.num_tokens * self.num_reads)
-            for batch in batches
-        ]
-        places = torch.arange(len(said), device=self.device)
-        slot.scatter_(0, torch.cat([each.flatten() for each in target]), places)
-        return torch.cat([said, nothing])[slot[:-1]].unflatten(0, (-1, self.num_reads))
+        found = said.new_zeros(spare + 1, *said.shape[1:]).index_copy(0, torch.cat(target), said)
+        return found[:-1].unflatten(0, (-1, self.num_reads))

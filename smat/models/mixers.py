@@ -21,8 +21,8 @@ from smat.layers import (
     SMatAttention,
     SoftmaxAttention,
     TransportedMemory,
+    kept_mask,
 )
-from smat.layers.lengths import kept_mask
 from smat.masks import boundary
 
 if TYPE_CHECKING:

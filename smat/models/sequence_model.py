@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from smat.layers import SMatAttention
-from smat.layers.balance import sum_balance_losses
+from smat.layers import sum_balance_losses
 from smat.layers.primitives import RMSNorm
-from smat.layers.span import Span
 from smat.models.mixers import call_mixer, make_mixer
-from smat.ops.convolve import window
-from smat.ops.embedding_project import EmbeddingSum
 
 if TYPE_CHECKING:
     from smat.models.config import ModelConfig
 
-SAVING = 4  # how many times more tokens than table rows there must be to project the tables
 NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
 
 
@@ -41,21 +36,6 @@ class Block(nn.Module):
         """(B, T, width) -> (B, T, width), or (B, R, width) at rows (B, R)."""
         mixed = call_mixer(self.mixer, self.norm(x), rows, inputs)
         return self._behind(mixed + (x if rows is None else take_rows(x, rows)))
-
-    def forward_sum(self, x: EmbeddingSum, rows: Tensor) -> Tensor:
-        """Do the same for a sum of embeddings that nobody makes, at rows (R,) of all examples."""
-        mixer, norm = cast(SMatAttention, self.mixer), cast(RMSNorm, self.norm)
-        windows = norm(x.at(window(rows, mixer.conv_size)))
-        projected = x.project_normed(norm.weight, norm.eps, *mixer.row_weights())
-        extras = {"positions": rows, "token_ids": x.ids}
-        span = Span(x.ids.shape[0], x.ids.shape[1], x.ids.device, extras=extras)
-        return self._behind(mixer.mix_rows(windows, projected, span) + x.at(rows))
-
-    def takes_sums(self) -> bool:
-        """Tell whether the mixer asks for nothing but projections of what it is given."""
-        mixer = self.mixer
-        is_plain = isinstance(mixer, SMatAttention) and not mixer.routing.looks_at_states
-        return is_plain and mixer.horizon is not None and type(self.norm) is RMSNorm
 
     def _behind(self, x: Tensor) -> Tensor:
         if self.mlp is None or self.mlp_norm is None:
@@ -107,34 +87,11 @@ class SequenceModel(nn.Module):
 
     def forward(self, rows: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the outputs at rows (B, R), or at all positions: (B, R, num_outputs)."""
-        x: Tensor
-        summed = self._sum(rows, inputs)
-        if summed is not None and rows is not None:
-            x = cast(Block, self.blocks[0]).forward_sum(summed, rows[0])
-            return self.head(self.norm(x))
         x = self.embed(inputs)
         last = len(self.blocks) - 1
         for number, block in enumerate(self.blocks):
             x = block(x, rows if number == last else None, inputs)
         return self.head(self.norm(x))
-
-    def _sum(self, rows: Tensor | None, inputs: dict[str, Tensor]) -> EmbeddingSum | None:
-        """Return the input of an only layer as a sum of embeddings, where that saves work.
-
-        That is where all examples ask at the same rows, and tables are shorter than the batch.
-        """
-        if self.tokens is None or self.payload_in is None or self.positions is None:
-            return None
-        if rows is None or len(self.blocks) > 1 or not cast(Block, self.blocks[0]).takes_sums():
-            return None
-        ids, length = inputs["token_ids"], inputs["token_ids"].shape[1]
-        num_rows = len(self.tokens.weight) + length + self.payload_in.in_features
-        is_exact = not torch.is_autocast_enabled(ids.device.type)
-        if not is_exact or SAVING * num_rows > ids.numel() or not bool((rows == rows[0]).all()):
-            return None
-        table = self.payload_in.weight.t()
-        positions = self.positions[:length]
-        return EmbeddingSum(ids, self.tokens.weight, positions, inputs["payload"], table)
 
     def embed(self, inputs: dict[str, Tensor]) -> Tensor:
         """Add up what the inputs of a batch say about each position."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from smat.layers.balance import balance_weight
+from smat.layers import balance_weight
 from smat.tasks.task import Batch, Task, seed_of
 from smat.training.checkpoint import (
     CheckpointError,

@@ -2,10 +2,12 @@
 
 import torch
 
-from smat.layers.span import Span
-from smat.layers.transported_memory import TransportedMemory
+from smat.layers import CallInfo, TransportedMemory
+from smat.layers.call import attend_after
+from smat.layers.memory.transport import DeltaTokens, read_transported
 from smat.masks import SMatMask
-from smat.ops.delta_rule.reference import transition_reference
+from smat.ops import smat_attention
+from smat.ops.recurrent_reference import transition_reference
 
 BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 24, 5, 2, 3, 2
 CPU = torch.device("cpu")
@@ -32,11 +34,31 @@ def tokens_for(kind, seed=0, batch=BATCH, length=LENGTH):
     return draw_tokens(batch, length, HIDDEN, HEADS, KEY, VALUE, seed, normalised)
 
 
-def call(memory, tokens, span=None):
-    """Call a memory as its backbone would."""
-    beta = tokens["beta"] if isinstance(memory, TransportedMemory) else None
-    given = (tokens[name] for name in ("hidden", "q", "k", "v", "log_decay"))
-    return memory(*given, beta, span)
+def call(memory, tokens, info=None, branch="long_range"):
+    """Call a memory as its backbone would, and return what is read and the cache.
+
+    What an additive memory reads is one branch of the backbone's attention, alone unless it is
+    asked for "both".
+    """
+    info = CallInfo(*tokens["k"].shape[:2], CPU) if info is None else info
+    mask = memory.mask_of(info)
+    assignment, routing = memory(tokens["hidden"], mask, info)
+    q, k, v, beta, log_decay = (tokens.get(x) for x in ("q", "k", "v", "beta", "log_decay"))
+    read_mask = memory.read_mask(mask)
+    if isinstance(memory, TransportedMemory):
+        given = DeltaTokens(q, k, v, beta, log_decay)
+        out, state = read_transported(given, assignment, read_mask, info)
+        return out, info.cache(memory=state, routing=routing, mask=mask)
+    per_token = {"log_decay": log_decay, **assignment._asdict()}
+    if info.past is not None:
+        out, state = attend_after(info.past["state"], q, k, v, info, **per_token)
+    else:
+        out, state = smat_attention(
+            q, k, v, read_mask, feature_map="identity", normalize=False, branch=branch,
+            attention_mask=info.real, cu_seqlens=info.cu_seqlens,
+            output_final_state=info.use_cache, **per_token,
+        )  # fmt: skip
+    return out, info.cache(state=state, routing=routing, mask=mask)
 
 
 def draw_tokens(batch, length, hidden, heads, key_dim, value_dim, seed=0, normalised=False):
@@ -112,12 +134,14 @@ def read(table, incidence, query, reads, t):
 
 def define(memory, tokens, mask):
     """Compute what a memory should give from its own routing decisions."""
-    route = memory.route(tokens["hidden"], mask, Span(*tokens["k"].shape[:2], CPU), None)
-    weight, mask = route.address.ste_weight, memory.routing.read_mask(mask)
+    address, reads = memory.learned(tokens["hidden"], mask.geometry)
+    gate = memory.read_gate(tokens["hidden"]).unsqueeze(-1)
+    reads = reads._replace(read_weight=reads.read_weight * gate)
+    weight, mask = address.ste_weight, memory.read_mask(mask)
     if isinstance(memory, TransportedMemory):
-        return transported_reads(tokens, weight, route.address.profile, route.reads, mask)
+        return transported_reads(tokens, weight, address.profile, reads, mask)
     weight = weight * memory.write_gate(tokens["hidden"])
-    return additive_reads(tokens, weight, route.address.profile, route.reads, mask)
+    return additive_reads(tokens, weight, address.profile, reads, mask)
 
 
 def differentiate(out, memory, tokens):
@@ -131,10 +155,10 @@ def differentiate(out, memory, tokens):
     }
 
 
-def assert_equals_definition(memory, tokens, mask, span=None):
+def assert_equals_definition(memory, tokens, mask, info=None):
     """Compare values and all gradients, and return the gradients by name."""
     tokens = {name: x.clone().requires_grad_() for name, x in tokens.items()}
-    found, expected = call(memory, tokens, span)[0], define(memory, tokens, mask)
+    found, expected = call(memory, tokens, info)[0], define(memory, tokens, mask)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     found, expected = (differentiate(out, memory, tokens) for out in (found, expected))
     for name, grad in expected.items():

@@ -11,30 +11,35 @@ from smat.layers import (
     DeltaNet,
     GatedDeltaNet,
     HashedRouting,
+    LearnedRouting,
     LogLinearGatedDeltaNet,
     LogLinearMamba2,
     Mamba2,
     MixtureOfMemories,
+    ProfileMemory,
     SMatAttention,
     SoftmaxAttention,
+    TransportedMemory,
 )
-from smat.layers.profile_memory import ProfileMemory
-from smat.layers.routing import LearnedRouting
-from smat.layers.transported_memory import TransportedMemory
 
 HIDDEN, VOCAB, HORIZON = 12, 7, 22
-WINDOW = smat.schedules.window(step=4)
+WINDOW = smat.window(step=4)
 
 
-class CountingMemory(torch.nn.Module):
-    """A stand-in for a memory of distant tokens: what it reads is a multiple of the query."""
+class PlainWrites(ProfileMemory):
+    """A memory without the straight-through weight: its gradient is the derivative."""
 
-    def __init__(self, boundary):
-        super().__init__()
-        self.mask = smat.SMatMask(HORIZON, 2, 4, field_size=3, boundary=boundary)
+    def forward(self, x, mask, call):
+        assignment, state = super().forward(x, mask, call)
+        return assignment._replace(write_weight=self.write_gate(x)), state
 
-    def forward(self, hidden_states, q, k, v, log_decay, beta, span):
-        return v * 0.5, (torch.ones(span.batch) if span.use_cache else None)
+
+class PlainTransportedWrites(TransportedMemory):
+    """The same for the delta rule."""
+
+    def forward(self, x, mask, call):
+        assignment, state = super().forward(x, mask, call)
+        return assignment._replace(write_weight=None), state
 
 
 def smat_layer(**options):
@@ -65,21 +70,21 @@ LAYERS = {
         HIDDEN, num_heads=2, num_kv_heads=1, positions="learned", max_length=HORIZON, qk_norm=True
     ),
     "mamba2": lambda: Mamba2(HIDDEN, **MAMBA),
-    "mamba2 memory": lambda: Mamba2(HIDDEN, **MAMBA, memory=CountingMemory(smat.schedules.kept(8))),
-    "mamba2 window": lambda: Mamba2(HIDDEN, **MAMBA, memory=CountingMemory(WINDOW)),
+    "mamba2 memory": lambda: Mamba2(HIDDEN, **MAMBA, memory=distant(PlainWrites, 4, smat.kept(8))),
+    "mamba2 window": lambda: Mamba2(HIDDEN, **MAMBA, memory=distant(PlainWrites, 4, WINDOW)),
     "gated deltanet": lambda: GatedDeltaNet(HIDDEN, **DELTA),
     "gated deltanet memory": lambda: GatedDeltaNet(
-        HIDDEN, **DELTA, memory=CountingMemory(smat.schedules.kept(8))
+        HIDDEN, **DELTA, memory=distant(PlainTransportedWrites, 2, smat.kept(8))
     ),
     "deltanet": lambda: DeltaNet(HIDDEN, **DELTA, allow_neg_eigval=True),
     "routed mamba2": lambda: Mamba2(
-        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.schedules.kept(8))
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.kept(8))
     ),
     "routed mamba2 window": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW)
     ),
     "routed deltanet": lambda: GatedDeltaNet(
-        HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.schedules.kept(8))
+        HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.kept(8))
     ),
     "log-linear mamba2": lambda: LogLinearMamba2(HIDDEN, **MAMBA, num_levels=4),
     "log-linear deltanet": lambda: LogLinearGatedDeltaNet(HIDDEN, **DELTA, num_levels=7),
@@ -102,7 +107,9 @@ LAYERS = {
 # Their gradient is that of a surrogate, and rounding can move a token to another cell; or to
 # another memory.
 STRAIGHT_THROUGH = {name for name in LAYERS if name.startswith(("smat content", "routed"))}
-ROUNDING_ROUTES = STRAIGHT_THROUGH | {"mixture of memories"}
+ROUNDING_ROUTES = STRAIGHT_THROUGH | {
+    "mixture of memories", "mamba2 memory", "mamba2 window", "gated deltanet memory",
+}  # fmt: skip
 
 
 def make(name, dtype=torch.float64, seed=0):
@@ -121,6 +128,11 @@ def tokens(batch, length, dtype=torch.float64, seed=1):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, HIDDEN, generator=generator, dtype=torch.float64)
     return x.to(dtype), torch.randint(VOCAB, (batch, length), generator=generator)
+
+
+def extras(layer, ids):
+    """Return what a layer takes beside hidden states."""
+    return {"token_ids": ids} if "token_ids" in layer.extra_inputs else {}
 
 
 def relative_rms(found, expected):

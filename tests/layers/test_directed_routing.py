@@ -27,7 +27,7 @@ def test_the_chosen_plane_goes_through_the_own_cell():
     layer.routing.register_forward_hook(lambda module, given, result: seen.append(result[0]))
     layer(x, token_ids=ids)
     geometry = layer.recipe.geometry
-    direction = layer.routing.score(x).view(2, 32, HEADS, -1).argmax(-1)
+    direction = layer.routing.selector.scorer(x).view(2, 32, HEADS, -1).argmax(-1)
     cell = TokenHash(VOCAB, HEADS, geometry, 0).profile(ids)
     expected = type_through_cell(geometry, direction, cell)
     assert torch.equal(seen[0].query_type.squeeze(-1), expected)
@@ -38,7 +38,7 @@ def test_scores_learn_from_recent_rows_alone():
     layer, x, ids = make_layer()
     x.requires_grad_()
     out, _, _ = layer(x, token_ids=ids)
-    weight = layer.routing.score.weight
+    weight = layer.routing.selector.scorer.weight
     (early,) = torch.autograd.grad(out[:, :16].square().sum(), weight, retain_graph=True)
     (late,) = torch.autograd.grad(out[:, 16:].square().sum(), weight)
     assert (early == 0).all()

@@ -13,9 +13,9 @@ from smat.layers import (
     ProfileMemory,
     SMatAttention,
     TransportedMemory,
+    kept_mask,
     sum_balance_losses,
 )
-from smat.layers.lengths import kept_mask
 from tests.layers.mixers import relative_rms
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
@@ -72,10 +72,10 @@ def test_decoding_keeps_to_the_geometry_that_it_began_with(kind):
 def test_each_length_trains_its_own_parameters(kind):
     layer = by_length(kind)
     sizes = [kept_mask(length, 3).geometry.field_size for length in LENGTHS]
-    assert list(layer.memory.routing.selectors) == [str(size) for size in sorted(set(sizes))]
+    assert list(layer.memory.learned.selectors) == [str(size) for size in sorted(set(sizes))]
     x = torch.randn(2, 128, 16, dtype=torch.float64)
     (layer(x)[0].square().sum() + sum_balance_losses(layer)).backward()
-    for size, selector in layer.memory.routing.selectors.items():
+    for size, selector in layer.memory.learned.selectors.items():
         grads = [each.grad is not None for each in selector.parameters()]
         assert all(grads) if size == str(sizes[-1]) else not any(grads)
 
@@ -110,4 +110,4 @@ def test_a_model_adds_up_the_losses_of_all_its_routings():
     torch.testing.assert_close(sum_balance_losses(model), sum(losses))
     sum_balance_losses(model).backward()
     assert mixture.routers["0"].weight.grad.abs().max() > 0
-    assert learned.hash.conv.weight.grad.abs().max() > 0
+    assert learned.conv.weight.grad.abs().max() > 0

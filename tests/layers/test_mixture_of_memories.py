@@ -92,7 +92,7 @@ def test_work_follows_the_visits_not_the_memories():
     """All sequences together are as long as the visits, padded by a third at most."""
     memory = torch.randint(40, (3, 500, 4), generator=torch.Generator().manual_seed(0))
     memory[:, :, 0] = 7
-    batches = list(Visits(memory, 40).batches())
+    batches = list(Visits(memory, 40).sequences())
     assert sum(int(each.lengths.sum()) for each in batches) == 3 * 500 * 4
     assert sum(each.place.numel() for each in batches) <= 3 * 500 * 4 * 4 / 3 + 40 * 8
     assert len(batches) < 20

@@ -13,10 +13,16 @@ from smat.layers import (
     LogLinearGatedDeltaNet,
     LogLinearMamba2,
     Mamba2,
+    ProfileMemory,
+    TransportedMemory,
 )
-from smat.ops.delta_rule.reference import delta_rule_reference
-from smat.ops.log_linear.reference import decay_reference, log_linear_reference
-from tests.layers.mixers import CountingMemory, convolve, make, relative_rms, tokens
+from smat.ops.recurrent_reference import (
+    decay_reference,
+    delta_rule_reference,
+    log_linear_reference,
+)
+from tests.layers.memory_definition import define
+from tests.layers.mixers import convolve, distant, make, relative_rms, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 PEER = 1e-5
@@ -147,31 +153,57 @@ def test_gated_deltanet_without_decay_is_deltanet():
     assert relative_rms(gated(x)[0], layer(x)[0]) < 1e-12
 
 
-class SilentMemory(CountingMemory):
-    """A memory that reads nothing: what is left is the backbone, reset at the boundary."""
+def beside_silence(name, boundary):
+    """Make a layer whose memory reads nothing, and the same layer without a memory."""
+    layer = make(f"{name} memory")
+    torch.nn.init.constant_(layer.memory.read_gate.head_logit, -1e4)
+    layer.memory.mask = smat.SMatMask(22, 3, 4, field_size=3, boundary=boundary)
+    plain = make(name)
+    own = {k: v for k, v in layer.state_dict().items() if not k.startswith("memory")}
+    plain.load_state_dict(own)
+    return layer, plain
 
-    def forward(self, hidden_states, q, k, v, log_decay, beta, span):
-        return torch.zeros_like(v), None
 
-
-@pytest.mark.parametrize("name", ["mamba2 memory", "gated deltanet memory"])
+@pytest.mark.parametrize("name", ["mamba2", "gated deltanet"])
 def test_beside_a_memory_state_and_convolution_are_reset_at_the_boundary(name):
-    layer = make(name)
-    layer.memory = SilentMemory(smat.schedules.kept(8))
+    layer, plain = beside_silence(name, smat.kept(8))
     x, _ = tokens(2, 20)
-    plain = make(name.removesuffix(" memory"))
-    plain.load_state_dict(layer.state_dict())
     expected = torch.cat([plain(x[:, :8])[0], plain(x[:, 8:])[0]], 1)
     assert relative_rms(layer(x)[0], expected) < 1e-12
 
 
+def convolve_apart(x, conv):
+    return torch.cat([convolve(each, conv) for each in (x[:, :8], x[:, 8:])], 1)
+
+
+@pytest.mark.parametrize("name", ["routed mamba2", "routed deltanet"])
+def test_a_layer_with_a_memory_is_the_reset_backbone_plus_what_the_memory_reads(name):
+    layer, x = make(name), tokens(2, 20)[0]
+    mask = layer.memory.mask
+    if name == "routed mamba2":
+        z, value, b, c, raw = mamba2_inputs(layer, x, convolve_apart)
+        step = F.softplus(raw + layer.dt_bias)
+        b, c = (g.repeat_interleave(layer.num_heads // layer.num_groups, 2) for g in (b, c))
+        q, k, v, beta, log_decay = c, b, value * step.unsqueeze(-1), None, -layer.A_log.exp() * step
+    else:
+        q, k, v, beta, log_decay = delta_inputs(layer, x, convolve_apart)
+    given = {"hidden": x, "q": q, "k": k, "v": v, "beta": beta, "log_decay": log_decay}
+    read = define(layer.memory, given, mask)
+    assert read[:, 8:].abs().max() > 1e-6
+    reset = log_decay.clone()
+    reset[:, 8] = -torch.inf
+    if name == "routed mamba2":
+        y = decay_reference(q, k, v, reset)[0] + read
+        expected = mamba2_output(layer, y + layer.D.unsqueeze(-1) * value, z)
+    else:
+        expected = delta_output(layer, delta_rule_reference(q, k, v, beta, reset)[0] + read, x)
+    assert relative_rms(layer(x)[0], expected) < 1e-12
+
+
 def test_a_call_may_name_the_mask_of_its_length():
-    layer = make("mamba2 memory")
-    layer.memory = SilentMemory(smat.schedules.kept(8))
+    layer, plain = beside_silence("mamba2", smat.kept(8))
     x, _ = tokens(2, 20)
-    plain = make("mamba2")
-    plain.load_state_dict(layer.state_dict())
-    mask = smat.SMatMask(20, 2, 4, field_size=3, boundary=smat.schedules.kept(12))
+    mask = smat.SMatMask(20, 3, 4, field_size=3, boundary=smat.kept(12))
     out, _, cache = layer(x[:, :10], use_cache=True, mask=mask)
     found = [out, layer(x[:, 10:], past_key_values=cache)[0]]
     expected = torch.cat([plain(x[:, :12])[0], plain(x[:, 12:])[0]], 1)
@@ -181,9 +213,12 @@ def test_a_call_may_name_the_mask_of_its_length():
 def test_masks_that_a_backbone_cannot_follow_are_refused():
     x, _ = tokens(1, 10)
     with pytest.raises(ValueError, match=r"kept\(8\).*boundary = rebuilt"):
-        Mamba2(12, head_dim=6, memory=CountingMemory(smat.schedules.rebuilt()))(x.float())
+        Mamba2(12, head_dim=6, memory=distant(ProfileMemory, 4, smat.rebuilt()))(x.float())
+    memory = distant(TransportedMemory, 4, smat.window(4))
     with pytest.raises(ValueError, match=r"kept boundary, got .*window\(step=4\)"):
-        GatedDeltaNet(12, head_dim=6, memory=CountingMemory(smat.schedules.window(4)))(x.float())
+        GatedDeltaNet(12, head_dim=6, memory=memory)(x.float())
+    with pytest.raises(ValueError, match="no memory"):
+        LogLinearMamba2(12, head_dim=6, memory=distant(ProfileMemory, 4, smat.kept(8)))
 
 
 @pytest.mark.parametrize("groups", [1, 2])

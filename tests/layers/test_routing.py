@@ -7,9 +7,16 @@ import pytest
 import torch
 
 from smat.geometry import Geometry
-from smat.layers.balance import balance_loss, balance_weight, distant_tokens, routing_balance_loss
-from smat.layers.routing import SELECTORS, LearnedRouting, make_selector
-from smat.layers.routing_hash import HashProjection, LearnedHash
+from smat.layers.mixer import reset_children
+from smat.layers.routing.hash import (
+    HashProjection,
+    balance_loss,
+    balance_weight,
+    distant_tokens,
+)
+from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.routers import CallInfo, ContentRouting
+from smat.layers.routing.selectors import SELECTORS
 from smat.masks import SMatMask, window
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
@@ -25,11 +32,11 @@ def draw(*shape, seed=0):
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_an_address_is_the_formula_of_the_appendix(geometry):
     torch.manual_seed(0)
-    learned = LearnedHash(HIDDEN, HEADS, geometry).double()
+    learned = LearnedRouting(HIDDEN, HEADS, geometry).double()
     projection = learned.projections[str(geometry.field_size)]
     torch.nn.init.normal_(projection.bias)
     hidden = draw(2, 9, HIDDEN)
-    address = learned(hidden)
+    address = learned(hidden).address
     for t in range(9):
         taps = [
             learned.conv.weight[:, 3 - lag] * hidden[:, t - lag] for lag in range(4) if t >= lag
@@ -170,29 +177,25 @@ def test_distant_tokens_are_counted_without_padding_and_within_packed_sequences(
 
 def test_padding_is_left_out_of_addresses_and_loss():
     mask = SMatMask(16, 3, chunk_size=2, field_size=3)
-    routing = LearnedRouting(HIDDEN, HEADS, mask.geometry).double()
-    hidden = draw(1, 12, HIDDEN)
-    alone = routing(hidden)
-    expected = routing_balance_loss(alone.address, mask)
-    for left, right, middle in [(4, 0, 0), (0, 4, 0), (2, 1, 1)]:
-        junk = [draw(1, n, HIDDEN, seed=9) for n in (left, middle, right)]
-        x = torch.cat([junk[0], hidden[:, :5], junk[1], hidden[:, 5:], junk[2]], 1)
-        real = torch.cat(
-            [torch.zeros(left), torch.ones(5), torch.zeros(middle), torch.ones(7),
-             torch.zeros(right)]
-        )[None]  # fmt: skip
-        route = routing(x, attention_mask=real)
-        assert torch.equal(route.address.profile[real.bool()], alone.address.profile[0])
-        assert torch.equal(route.reads.query_type[real.bool()], alone.reads.query_type[0])
-        loss = routing_balance_loss(route.address, mask, real)
-        assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
+    routing = ContentRouting(LearnedRouting(HIDDEN, HEADS, mask.geometry).double())
+    hidden, cpu = draw(1, 12, HIDDEN), torch.device("cpu")
+    alone, _ = routing(hidden, mask, CallInfo(1, 12, cpu))
+    expected = routing.balance_loss.item()
+    junk = draw(1, 4, HIDDEN, seed=9)
+    real = torch.arange(16)[None] < 12
+    padded, _ = routing(torch.cat([hidden, junk], 1), mask, CallInfo(1, 16, cpu, real))
+    for found, wanted in zip(padded[:2], alone[:2], strict=True):
+        assert torch.equal(found[:, :8], wanted[:, :8])
+    assert torch.equal(padded.query_type[:, :12], alone.query_type)
+    assert routing.balance_loss.item() == pytest.approx(expected, abs=1e-12)
 
 
 def test_packed_sequences_are_hashed_apart():
     routing = LearnedRouting(HIDDEN, HEADS, Geometry(3, 5)).double()
     hidden = draw(1, 12, HIDDEN)
     edges = [0, 2, 2, 7, 12]
-    packed = routing(hidden, cu_seqlens=torch.tensor(edges))
+    first = CallInfo(1, 12, hidden.device, cu_seqlens=torch.tensor(edges)).first_visible()
+    packed = routing(hidden, first_visible=first)
     parts = [routing(hidden[:, a:b]).address for a, b in itertools.pairwise(edges) if b > a]
     for name in ("profile", "bin_position"):
         apart = torch.cat([getattr(part, name) for part in parts], 1)
@@ -212,21 +215,20 @@ def test_routing_is_causal_and_steps_give_what_the_whole_gives(selector):
         assert torch.equal(route.reads.query_type[:, :t], whole.reads.query_type[:, :t])
         assert torch.equal(route.reads.read_weight[:, :t], whole.reads.read_weight[:, :t])
     for split in (0, 1, 2, 5):
-        state = None
-        if split:
-            state = routing.hash.next_state(hidden[:, :split])
-        state = routing.hash.empty_state(hidden) if state is None else state
+        state = routing.conv.next_state(hidden[:, :split]) if split else None
         for t in range(split, 12):
-            route, state = routing.step(hidden[:, t], state)
-            assert torch.equal(route.address.profile, whole.address.profile[:, t])
-            assert torch.equal(route.reads.query_type, whole.reads.query_type[:, t])
-            torch.testing.assert_close(route.reads.read_weight, whole.reads.read_weight[:, t])
+            token = hidden[:, t : t + 1]
+            route = routing(token, state=state)
+            state = routing.conv.next_state(token, state)
+            assert torch.equal(route.address.profile[:, 0], whole.address.profile[:, t])
+            assert torch.equal(route.reads.query_type[:, 0], whole.reads.query_type[:, t])
+            torch.testing.assert_close(route.reads.read_weight[:, 0], whole.reads.read_weight[:, t])
 
 
 def test_every_field_size_has_parameters_of_its_own():
     geometries = [SMatMask(length, 3, chunk_size=16).geometry for length in (128, 256, 1024)]
     routing = LearnedRouting(HIDDEN, HEADS, geometries)
-    assert list(routing.hash.projections) == ["5", "7", "11"]
+    assert list(routing.projections) == ["5", "7", "11"]
     hidden = torch.randn(1, 9, HIDDEN)
     reads = routing(hidden, geometries[1]).reads
     reads.read_weight.square().sum().backward()
@@ -253,10 +255,10 @@ def test_parameters_are_drawn_after_the_meta_device():
     routing.to_empty(device="cpu")
     for parameter in routing.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
-    routing.reset_parameters()
+    reset_children(routing)
     assert all(p.isfinite().all() for p in routing.parameters())
 
 
 def test_an_unknown_selector_is_refused():
     with pytest.raises(ValueError, match=r"top_types, factored.*got 'best'"):
-        make_selector("best", HIDDEN, HEADS, Geometry(3, 5))
+        LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector="best")

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from smat.geometry import Geometry
-from smat.layers.selectors import FactoredTopTypes, OwnCell, OwnHyperplane, TopTypes, point_mask
-from smat.masks import SMatMask, agreeing_direction, window
+from smat.layers.routing.selectors import (
+    FactoredTopTypes,
+    OwnCell,
+    OwnHyperplane,
+    TopTypes,
+    point_mask,
+)
+from smat.masks import SMatMask, window
 
 HIDDEN, HEADS = 6, 2
 GEOMETRIES = [Geometry(1, 2), Geometry(2, 7), Geometry(3, 2), Geometry(3, 5), Geometry(4, 3)]
@@ -16,6 +22,15 @@ def draw(*shape, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
+def score_types(selector, hidden):
+    """Score every type, which the factored selector avoids: (..., H, B)."""
+    scores = selector.score(hidden)
+    if isinstance(selector, TopTypes):
+        return scores
+    direction, offset = scores.split([selector.num_directions, selector.num_offsets], -1)
+    return (direction.unsqueeze(-1) + offset.unsqueeze(-2)).flatten(-2)
+
+
 @pytest.mark.parametrize("kind", [TopTypes, FactoredTopTypes])
 @pytest.mark.parametrize("num_reads", [1, 2, 4, 9])
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
@@ -23,7 +38,7 @@ def test_the_best_of_all_types_are_read(kind, num_reads, geometry):
     torch.manual_seed(0)
     selector = kind(HIDDEN, HEADS, geometry, num_reads).double()
     hidden = draw(2, 30, HIDDEN)
-    scores = selector.scores(hidden)
+    scores = score_types(selector, hidden)
     assert scores.shape == (2, 30, HEADS, geometry.num_types)
     best, types = scores.topk(min(num_reads, geometry.num_types), dim=-1)
     reads = selector(hidden)
@@ -35,7 +50,7 @@ def test_factored_scores_number_types_as_the_geometry_does():
     geometry = Geometry(3, 5)
     selector = FactoredTopTypes(HIDDEN, HEADS, geometry).double()
     hidden = draw(7, HIDDEN)
-    direction_score, offset_score = selector.factors(hidden)
+    direction_score, offset_score = selector.score(hidden).split([6, 5], -1)
     reads = selector(hidden)
     direction, offset = geometry.split_type(reads.query_type)
     sums = direction_score.gather(-1, direction) + offset_score.gather(-1, offset)
@@ -99,20 +114,15 @@ def test_the_direction_head_has_a_straight_through_gradient():
     assert scores.grad.abs().min() > 0
 
 
-def test_directions_by_rule_make_two_cells_visible_at_once():
-    geometry = Geometry(3, 5)
-    selector = OwnHyperplane(HIDDEN, HEADS, geometry, learned=False)
-    assert list(selector.parameters()) == []
-    cells = torch.randint(25, (4, HEADS, 2))
-    direction, exists = agreeing_direction(geometry, cells)
-    assert exists.all()
-    reads = selector(torch.randn(4, HIDDEN), cells[..., 0], direction)
-    for cell in cells.unbind(-1):
-        assert geometry.incidence()[reads.query_type[..., 0], cell].all()
-    with pytest.raises(ValueError, match="direction missing"):
-        selector(torch.randn(4, HIDDEN), cells[..., 0])
-    with pytest.raises(ValueError, match="learned is True and direction given"):
-        OwnHyperplane(HIDDEN, HEADS, geometry)(torch.randn(4, HIDDEN), cells[..., 0], direction)
+@pytest.mark.parametrize("kind", [TopTypes, FactoredTopTypes])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e38])
+def test_selected_types_exist_whatever_the_scores_are(kind, value):
+    selector = kind(HIDDEN, HEADS, Geometry(3, 3), 4)
+    for scores in (selector.scorer.weight.data, selector.scorer.bias.data):
+        scores.fill_(value)
+        reads = selector(torch.ones(5, HIDDEN))
+        assert reads.query_type.min() >= 0
+        assert reads.query_type.max() < 12
 
 
 @pytest.mark.parametrize("boundary", [None, window(16)])

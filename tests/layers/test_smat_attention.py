@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import smat
-from smat.layers import HashedRouting, SMatAttention, Span
+from smat.layers import CallInfo, HashedRouting, SMatAttention
 from smat.masks import TokenHash
 from tests.layers.mixers import HIDDEN, HORIZON, VOCAB, make, relative_rms, smat_layer, tokens
 
@@ -54,8 +54,8 @@ def test_a_query_sees_the_cells_of_all_its_keys_where_one_hyperplane_holds_them(
     mask = smat.SMatMask(64, vc_dim=4, chunk_size=8, field_size=3)
     ids = torch.tensor([[0, 1, 2, 3, 4, 5]])
     routing = HashedRouting(VOCAB, num_heads=3, num_keys=3)
-    span = Span(1, 6, ids.device, extras={"token_ids": ids})
-    assignment, _ = routing(torch.empty(0), mask, span)
+    call = CallInfo(1, 6, ids.device, extras={"token_ids": ids})
+    assignment, _ = routing(torch.empty(0), mask, call)
     incidence = mask.geometry.incidence()
     for t in range(2, 6):
         for head in range(3):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from smat.layers import SMatAttention
-from tests.layers.mixers import HIDDEN, LAYERS, make, relative_rms, tokens
+from tests.layers.mixers import HIDDEN, LAYERS, extras, make, relative_rms, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 NAMES = [name for name in LAYERS if name.startswith(("smat", "linear"))]
@@ -23,8 +23,8 @@ def test_rows_are_those_of_the_whole_with_every_gradient(name):
     layer = make(name)
     x, ids = tokens(2, 20)
     x.requires_grad_()
-    some = layer(x, token_ids=ids, positions=ROWS)[0]
-    whole = layer(x, token_ids=ids)[0][:, ROWS]
+    some = layer(x, **extras(layer, ids), positions=ROWS)[0]
+    whole = layer(x, **extras(layer, ids))[0][:, ROWS]
     assert some.shape == (2, len(ROWS), HIDDEN)
     assert relative_rms(some, whole) < 1e-12
     probe = torch.randn_like(whole)

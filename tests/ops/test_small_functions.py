@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from smat.layers.selectors import _highest
+from smat.layers.routing.selectors import _highest
 from smat.ops import normalize
 from smat.ops.chosen_scores import chosen_scores
 from smat.ops.convolve import convolve

@@ -8,8 +8,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from smat.layers.hashed_routing import HashedRouting
-from smat.layers.span import Span
+from smat.layers import CallInfo, HashedRouting
 from smat.masks import SMatMask, TokenHash
 from smat.tasks.length_recall import LengthRecall, uniform_layout
 
@@ -115,9 +114,9 @@ def test_a_hash_of_the_token_before_files_values_under_their_keys():
     task = LengthRecall()
     ids = task.train_batch(0, 4, 0).inputs["token_ids"]
     mask = SMatMask(1024, 2, chunk_size=128)
-    span = Span(*ids.shape, ids.device, extras={"token_ids": ids})
+    call = CallInfo(*ids.shape, ids.device, extras={"token_ids": ids})
     routing = HashedRouting(task.vocab_size, num_heads=2, write_lag=1)
-    profile = routing(torch.zeros(*ids.shape, 8), mask, span)[0].profile
+    profile = routing(torch.zeros(*ids.shape, 8), mask, call)[0].profile
     cell = TokenHash(task.vocab_size, 2, mask.geometry).profile(ids)
     example, value = (ids.ge(256) & ids.lt(512)).nonzero().T
     assert len(value) == 4 * 64

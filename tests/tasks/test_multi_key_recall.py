@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from smat.geometry import Geometry
-from smat.layers.hashed_routing import HashedRouting
-from smat.layers.span import Span
+from smat.layers import CallInfo, HashedRouting
 from smat.masks import SMatMask, TokenHash, agreeing_direction
 from smat.tasks.multi_key_recall import MultiKeyRecall, coverage
 
@@ -131,9 +130,9 @@ def test_hashed_routing_files_payloads_under_keys_and_reads_all_that_one_plane_h
     batch = task.train_batch(0, 32, 0)
     ids = batch.inputs["token_ids"]
     mask = SMatMask(1024, vc_dim, chunk_size=256)
-    span = Span(*ids.shape, ids.device, extras={"token_ids": ids})
+    call = CallInfo(*ids.shape, ids.device, extras={"token_ids": ids})
     routing = HashedRouting(task.vocab_size, num_heads=4, write_lag=1, num_keys=num_keys)
-    assignment, _ = routing(torch.zeros(*ids.shape, 8), mask, span)
+    assignment, _ = routing(torch.zeros(*ids.shape, 8), mask, call)
     cell = TokenHash(task.vocab_size, 4, mask.geometry).profile(ids)
 
     example, marker = (ids == task.marker).nonzero().T

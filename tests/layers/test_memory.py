@@ -6,12 +6,10 @@ import itertools
 import pytest
 import torch
 
-from smat.layers.balance import sum_balance_losses
-from smat.layers.profile_memory import ProfileMemory
-from smat.layers.routing import SELECTORS
-from smat.layers.span import Span
-from smat.layers.transported_memory import TransportedMemory
-from smat.masks import SMatMask, doubling, kept, none, window
+from smat.layers import CallInfo, ProfileMemory, TransportedMemory, sum_balance_losses
+from smat.layers.mixer import reset_children
+from smat.layers.routing.selectors import SELECTORS
+from smat.masks import SMatMask, doubling, kept, none, rebuilt, window
 from smat.ops import smat_attention
 from smat.ops.delta_rule.reference import delta_rule_reference
 from smat.ops.log_linear.reference import decay_reference
@@ -31,8 +29,8 @@ from tests.layers.memory_definition import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
 MASKS = {
-    "plane": quietly(SMatMask(24, 1, 4), vc_dim=3, field_size=3),
-    "line": quietly(SMatMask(24, 1, 4), vc_dim=2, field_size=3),
+    "plane": quietly(SMatMask(24, 1, 4, boundary=kept(12)), vc_dim=3, field_size=3),
+    "line": quietly(SMatMask(24, 1, 4, boundary=kept(12)), vc_dim=2, field_size=3),
     "one point": SMatMask(24, 1, 4, boundary=kept(11)),
 }
 
@@ -45,18 +43,18 @@ def moving(boundary):
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 def test_a_memory_is_its_definition(kind, mask):
     grads = assert_equals_definition(make(kind, mask), tokens_for(kind), mask)
-    learned = [name for name in grads if "hash" in name and mask.vc_dim > 1]
+    learned = [name for name in grads if "projections" in name and mask.vc_dim > 1]
     assert all(grads[name].abs().max() > 0 for name in learned)
 
 
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
-@pytest.mark.parametrize("selector", SELECTORS[1:])
+@pytest.mark.parametrize("selector", list(SELECTORS)[1:])
 def test_every_selector_reads_what_it_names(kind, selector):
     mask = MASKS["plane"]
     assert_equals_definition(make(kind, mask, selector=selector), tokens_for(kind), mask)
 
 
-@pytest.mark.parametrize("boundary", [window(4), window(5), doubling(), none()], ids=str)
+@pytest.mark.parametrize("boundary", [window(4), window(5), doubling(), none(), rebuilt()], ids=str)
 def test_additive_memories_follow_any_boundary(boundary):
     mask = moving(boundary)
     assert_equals_definition(make(ProfileMemory, mask), tokens_for(ProfileMemory), mask)
@@ -65,9 +63,8 @@ def test_additive_memories_follow_any_boundary(boundary):
 def test_transported_memories_do_without_decay():
     mask = MASKS["plane"]
     memory, tokens = make(TransportedMemory, mask), tokens_for(TransportedMemory)
-    expected = define(memory, {name: x for name, x in tokens.items() if name != "log_decay"}, mask)
-    names = ("hidden", "q", "k", "v")
-    out, _ = memory(*(tokens[name] for name in names), None, tokens["beta"])
+    del tokens["log_decay"]
+    expected, (out, _) = define(memory, tokens, mask), call(memory, tokens)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -92,7 +89,7 @@ def test_a_memory_passes_gradcheck(kind):
 def test_one_point_and_open_gates_carry_the_backbone_over_the_boundary(kind):
     mask = MASKS["one point"]
     memory, tokens = make(kind, mask, num_reads=1), tokens_for(kind)
-    for gate in (memory.read_gate, getattr(memory, "write_gate", memory.read_gate)):
+    for gate in (memory.read_gate, memory.write_gate or memory.read_gate):
         torch.nn.init.zeros_(gate.linear.weight)
         torch.nn.init.constant_(gate.linear.bias, 1e4)
     read, _ = call(memory, tokens)
@@ -136,7 +133,9 @@ def test_only_the_hash_learns_from_the_balance_loss(kind):
     loss = sum_balance_losses(torch.nn.ModuleList([memory]))
     loss.backward()
     for name, parameter in memory.named_parameters():
-        assert (parameter.grad is not None) == name.startswith("routing.hash"), name
+        assert (parameter.grad is not None) == name.startswith(
+            ("learned.conv", "learned.projections")
+        ), name
     assert copy.deepcopy(memory).balance_loss is None
     assert sum_balance_losses(torch.nn.Linear(1, 1)) is None
 
@@ -161,7 +160,7 @@ def test_padding_changes_nothing_for_real_tokens(kind):
     memory, tokens = make(kind, MASKS["plane"]), tokens_for(kind)
     lengths = [20, 9]
     real = torch.arange(LENGTH) < torch.tensor(lengths)[:, None]
-    out, _ = call(memory, tokens, Span(BATCH, LENGTH, CPU, real))
+    out, _ = call(memory, tokens, CallInfo(BATCH, LENGTH, CPU, real))
     loss = memory.balance_loss.item()
     assert torch.equal(out[~real], torch.zeros_like(out[~real]))
     for row, length in enumerate(lengths):
@@ -175,7 +174,7 @@ def test_packed_sequences_read_apart():
     mask = SMatMask(24, 3, chunk_size=4, field_size=3, boundary=kept(5))
     memory, tokens = make(ProfileMemory, mask), tokens_for(ProfileMemory, batch=1)
     edges = [0, 9, 13, 24]
-    out, _ = call(memory, tokens, Span(1, LENGTH, CPU, cu_seqlens=torch.tensor(edges)))
+    out, _ = call(memory, tokens, CallInfo(1, LENGTH, CPU, cu_seqlens=torch.tensor(edges)))
     for start, stop in itertools.pairwise(edges):
         own = {name: x[:, start:stop] for name, x in tokens.items()}
         torch.testing.assert_close(out[:, start:stop], call(memory, own)[0])
@@ -183,13 +182,13 @@ def test_packed_sequences_read_apart():
 
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
 def test_each_length_may_have_its_own_geometry(kind):
-    masks = [SMatMask(length, 2, chunk_size=4) for length in (LENGTH, 12)]
+    masks = [SMatMask(n, 2, chunk_size=4, boundary=kept(n // 2)) for n in (LENGTH, 12)]
     assert masks[0].geometry != masks[1].geometry
     memory = make(kind, masks[0], other_masks=masks[1:])
     for mask in masks:
         tokens = tokens_for(kind, length=mask.seq_len)
-        span = Span(BATCH, mask.seq_len, CPU, extras={"mask": mask})
-        assert_equals_definition(memory, tokens, mask, span)
+        info = CallInfo(BATCH, mask.seq_len, CPU, extras={"mask": mask})
+        assert_equals_definition(memory, tokens, mask, info)
 
 
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
@@ -197,8 +196,8 @@ def test_half_precision_goes_through_with_gradients(kind):
     memory = make(kind, MASKS["plane"]).bfloat16()
     tokens = {name: x.bfloat16() for name, x in tokens_for(kind).items()}
     tokens["log_decay"] = tokens["log_decay"].float()
-    span = Span(BATCH, LENGTH, CPU, use_cache=True)
-    out, state = call(memory, tokens, span)
+    info = CallInfo(BATCH, LENGTH, CPU, use_cache=True)
+    out, state = call(memory, tokens, info)
     assert out.dtype == torch.bfloat16
     assert state is not None
     (out.float().square().sum() + memory.balance_loss).backward()
@@ -212,17 +211,17 @@ def test_parameters_are_drawn_after_the_meta_device(kind):
     memory.to_empty(device="cpu")
     for parameter in memory.parameters():
         torch.nn.init.constant_(parameter, torch.nan)
-    memory.reset_parameters()
+    reset_children(memory)
     assert all(p.isfinite().all() for p in memory.parameters())
 
 
 def test_what_does_not_fit_is_refused():
-    additive, tokens = make(ProfileMemory, MASKS["plane"]), tokens_for(ProfileMemory)
-    given = [tokens[name] for name in ("hidden", "q", "k", "v", "log_decay")]
-    with pytest.raises(ValueError, match="no beta"):
-        additive(*given, tokens["beta"])
-    transported = make(TransportedMemory, MASKS["plane"])
-    with pytest.raises(ValueError, match="need beta"):
-        transported(*given)
-    with pytest.raises(ValueError, match="boundary that stays"):
-        make(TransportedMemory, moving(window(4)))(*given, tokens["beta"])
+    with pytest.raises(ValueError, match="kept boundary"):
+        call(make(TransportedMemory, moving(window(4))), tokens_for(TransportedMemory))
+    with pytest.raises(ValueError, match="top_types"):
+        make(ProfileMemory, MASKS["plane"], selector="best")
+
+
+@pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
+def test_a_repr_shows_the_mask(kind):
+    assert "vc_dim=3, horizon=24, boundary=kept(12)" in repr(kind(HIDDEN, HEADS, MASKS["plane"]))

@@ -1,0 +1,169 @@
+"""What a layer knows of one call, and what it carries to the next: padding, packing, states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smat.masks import SMatMask
+from smat.ops import SMatState, smat_attention, smat_attention_at
+from smat.ops.feature_maps import FeatureMap
+
+
+@dataclass(frozen=True)
+class MixerCache:
+    """What one layer carries from token to token: how many there were, and its states.
+
+    >>> cache = MixerCache(torch.tensor([5, 7]), {"conv": torch.zeros(2, 3, 8)})
+    >>> cache.select([1, 1, 0]).num_tokens
+    tensor([7, 7, 5])
+
+    It carries no gradient: a call after a cache raises when it is differentiated.
+    """
+
+    num_tokens: Tensor  # (B,)
+    states: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.states[name]
+
+    def __len__(self) -> int:
+        return len(self.num_tokens)
+
+    def select(self, index: Tensor | Sequence[int]) -> MixerCache:
+        """Take batch rows, in any order and any number of times: beam search."""
+        rows = torch.as_tensor(index, dtype=torch.long, device=self.num_tokens.device)
+        states = {name: _select(state, rows) for name, state in self.states.items()}
+        return MixerCache(self.num_tokens[rows], states)
+
+
+def _select(state: Any, rows: Tensor) -> Any:
+    if state is None or isinstance(state, SMatMask):
+        return state
+    if isinstance(state, Tensor):
+        return state[rows]
+    if isinstance(state, tuple):  # a named one
+        return type(state)(*(_select(each, rows) for each in state))
+    return state.select(rows)
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """What a layer knows of one call: which tokens are real, and what came before them.
+
+    >>> CallInfo(2, 3, torch.device("cpu"), past=MixerCache(torch.tensor([5, 7]))).positions()
+    tensor([[5, 6, 7],
+            [7, 8, 9]])
+
+    Real tokens stand in front, so that a causal layer meets padding only behind all that counts.
+    """
+
+    batch: int
+    length: int
+    device: torch.device
+    real: Tensor | None = None  # (B, T), or None for all
+    cu_seqlens: Tensor | None = None
+    past: MixerCache | None = None
+    use_cache: bool = False
+    inplace: bool = False
+    queries: Tensor | None = None  # (R,) where outputs are wanted, or None for all
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> Tensor | None:
+        """The number of real tokens of each row, or None if all are."""
+        return None if self.real is None else self.real.sum(1)
+
+    @property
+    def num_tokens(self) -> Tensor:
+        """The number of real tokens that each sequence has after this call, (B,)."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens.long().diff()
+        new = self.lengths
+        if new is None:
+            new = torch.full((self.batch,), self.length, device=self.device)
+        return new if self.past is None else self.past.num_tokens + new
+
+    @property
+    def is_step(self) -> bool:
+        """Whether this is one real token a row after others: a step of decoding."""
+        return self.length == 1 and self.past is not None and self.real is None
+
+    def before(self, name: str) -> Any:
+        """Return a state that the last call left, None if this one begins the sequences."""
+        return None if self.past is None else self.past[name]
+
+    def close(self, gate: Tensor) -> Tensor:
+        """Close a gate (B, T, ...) at padding, so that a padded token changes no state."""
+        if self.real is None:
+            return gate
+        return gate.masked_fill(~self.real.view(*self.real.shape, *[1] * (gate.ndim - 2)), 0)
+
+    def positions(self) -> Tensor:
+        """Count the tokens before each one in its own sequence, (B, T) or (1, T)."""
+        token = torch.arange(self.length, device=self.device).unsqueeze(0)
+        if self.cu_seqlens is not None:
+            edges = self.cu_seqlens.long()
+            return token - edges[:-1].repeat_interleave(edges.diff())
+        return token if self.past is None else self.past.num_tokens.unsqueeze(1) + token
+
+    def first_visible(self, mask: SMatMask | None = None) -> Tensor | None:
+        """Return the first token that each may look back to, or None if nothing limits it.
+
+        The start of its sequence, or its boundary under `mask`; counted from the first token of
+        this call, so that a token of an earlier call has a negative number.
+        """
+        if mask is None and self.cu_seqlens is None:
+            return None
+        positions = self.positions()
+        first = torch.arange(self.length, device=self.device) - positions
+        if mask is None:
+            return first
+        return first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
+
+    def cache(self, **states: Any) -> MixerCache | None:
+        """Collect the states after this call, if they were asked for."""
+        return MixerCache(self.num_tokens, states) if self.use_cache else None
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    call: CallInfo,
+    feature_map: FeatureMap = "identity",
+    normalize: bool = False,
+    **per_token: Tensor | None,
+) -> tuple[Tensor, SMatState | None]:
+    """Attend from the tokens of a call (B, T, H, .): from the beginning, or after the last state.
+
+    Where only ``call.queries`` are wanted, q and what is read are given for these alone.
+    """
+    state = call.before("state")
+    if state is not None:
+        return attend_after(state, q, k, v, call, **per_token)
+    given: dict[str, Any] = {
+        **per_token, "feature_map": feature_map, "normalize": normalize,
+        "cu_seqlens": call.cu_seqlens,
+    }  # fmt: skip
+    if call.queries is not None:
+        return smat_attention_at(q, k, v, mask, call.queries, **given), None
+    return smat_attention(
+        q, k, v, mask, attention_mask=call.real, output_final_state=call.use_cache, **given
+    )
+
+
+def attend_after(
+    state: SMatState, q: Tensor, k: Tensor, v: Tensor, call: CallInfo, **per_token: Tensor | None
+) -> tuple[Tensor, SMatState]:
+    """Attend from new tokens (B, T, H, .) after those of a state, which has no gradient."""
+    if call.is_step:
+        now = {name: None if x is None else x[:, 0] for name, x in per_token.items()}
+        out, state = state.step(q[:, 0], k[:, 0], v[:, 0], inplace=call.inplace, **now)
+        return out.unsqueeze(1), state
+    return state.extend(q, k, v, attention_mask=call.real, inplace=call.inplace, **per_token)

@@ -1,0 +1,1 @@
+"""Memories of distant tokens beside a recurrence that forgets them at the boundary."""

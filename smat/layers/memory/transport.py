@@ -1,0 +1,173 @@
+"""What a delta-rule backbone reads of its memory (appendix "Memory updates", GDN).
+
+Every profile undergoes the backbone's transitions, and only the chosen one receives the payload,
+
+    F_x <- A_j F_x + 1{x_j = x} omega_j beta_j k_j v_j',      A_j = a_j (I - beta_j k_j k_j').
+
+All profiles share the transitions, so keys are carried to the boundary n and pooled additively,
+and queries are carried back to it: O(T) work, never a product of matrices a token. At the boundary
+it is SMat-Attention between carried queries and carried keys, to which recent tokens add nothing.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from smat.layers.call import CallInfo, attend_after
+from smat.layers.routing.routers import Assignment
+from smat.masks import SMatMask
+from smat.masks.boundary import KeptBoundary
+from smat.ops import SMatState, smat_attention
+from smat.ops.transport import transport_keys, transport_queries
+
+
+class DeltaTokens(NamedTuple):
+    """What the gated delta rule takes."""
+
+    q: Tensor  # (B, T, H, K), unit length
+    k: Tensor  # (B, T, H, K), unit length
+    v: Tensor  # (B, T, H, V)
+    beta: Tensor  # (B, T, H)
+    log_decay: Tensor | None  # (B, T, H)
+
+    def cut(self, start: int, stop: int) -> DeltaTokens:
+        """Take a range of time."""
+        log_decay = None if self.log_decay is None else self.log_decay[:, start:stop]
+        q, k, v, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.beta))
+        return DeltaTokens(q, k, v, beta, log_decay)
+
+    def close(self, shut: Tensor) -> DeltaTokens:
+        """Close the gates of some tokens (B, T), so that they change no state."""
+        shut, log_decay = shut.unsqueeze(-1), self.log_decay
+        if log_decay is not None:
+            log_decay = log_decay.masked_fill(shut, 0)
+        return self._replace(beta=self.beta.masked_fill(shut, 0), log_decay=log_decay)
+
+
+class TransportState(NamedTuple):
+    """What decoding carries: distant tokens, tables, and the transitions since the boundary.
+
+    Until it reads, a row waits with its distant tokens. Then they are carried to the boundary at
+    once, and from there on the tables stand still: they are a state of SMat-Attention whose recent
+    keys are all zero.
+    """
+
+    distant: Tensor | None  # (B, n + 1, H, K + V + 2), zeros where none came yet: `_written`
+    profile: Tensor | None  # (B, n + 1, H), theirs; both None once all rows have read
+    tables: SMatState | None  # None until a row has
+    transition: Tensor | None  # (B, H, K, K), the product of the recent A_t
+
+
+def boundary_of(mask: SMatMask) -> int:
+    """Return n, which must never move: a fold would have to carry the whole type table."""
+    if not isinstance(mask.boundary, KeptBoundary):
+        raise ValueError(f"the delta rule needs a kept boundary, got {mask.describe()}")
+    return mask.boundary.num_distant
+
+
+def read_transported(
+    tokens: DeltaTokens, assignment: Assignment, mask: SMatMask, call: CallInfo
+) -> tuple[Tensor, TransportState | None]:
+    """Return what the tokens of a call read of the distant ones, (B, T, H, V), and the state.
+
+    z_t = lambda_t q-bar_t' sum_h R_th U_h with U = C F at the boundary, F_x the sum of k-bar_j v_j'
+    over the tokens of profile x; q-bar has the scale K^-1/2. ``call.before("memory")`` is the state
+    before them, after which there is no gradient.
+
+    Paper: k-bar, q-bar = what `transport_keys` and `transport_queries` return, a = exp `log_decay`.
+    """
+    num_distant, past = boundary_of(mask), call.before("memory")
+    if num_distant == 0:
+        return torch.zeros_like(tokens.v), None
+    if call.real is not None:
+        tokens = tokens.close(~call.real)
+    if past is not None:
+        with torch.no_grad():
+            return _decode(tokens, assignment, mask, call, past)
+    out, tables, transition = torch.zeros_like(tokens.v), None, None
+    if num_distant < call.length:
+        far, near = tokens.cut(0, num_distant), tokens.cut(num_distant, call.length)
+        queries, transition = transport_queries(
+            near.q, near.k, near.beta, near.log_decay, output_final_transition=True
+        )
+        keys = transport_keys(far.k, far.beta, far.log_decay)
+        read, tables = smat_attention(
+            F.pad(queries, (0, 0, 0, 0, num_distant, 0)),
+            F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant)), tokens.v, mask,
+            feature_map="identity", normalize=False, branch="long_range",
+            output_final_state=call.use_cache, **assignment._asdict(),
+        )  # fmt: skip
+        out = call.close(read)
+    if not call.use_cache:
+        return out, None
+    distant = profile = None
+    if bool((call.num_tokens <= num_distant).any()):
+        new = _written(tokens)
+        distant = _wait(new.new_zeros(call.batch, num_distant + 1, *new.shape[2:]), new, call)
+        profile = torch.zeros(distant.shape[:3], dtype=torch.long, device=call.device)
+        profile = _wait(profile, assignment.profile, call)
+    return out, TransportState(distant, profile, tables, transition)
+
+
+def _decode(
+    tokens: DeltaTokens,
+    assignment: Assignment,
+    mask: SMatMask,
+    call: CallInfo,
+    past: TransportState,
+) -> tuple[Tensor, TransportState]:
+    """Take in tokens after those of a state; rows may stand at different positions."""
+    assert call.past is not None
+    num_distant, begin, end = boundary_of(mask), call.past.num_tokens, call.num_tokens
+    distant, profile, tables, transition = past
+    if distant is not None:
+        distant = _wait(distant, _written(tokens), call)
+        profile = _wait(profile, assignment.profile, call)
+        if bool(((begin <= num_distant) & (end > num_distant)).any()):
+            tables = _carry(distant[:, :-1], profile[:, :-1], tokens, mask)
+        if bool((end > num_distant).all()):
+            distant = profile = None
+    out = torch.zeros_like(tokens.v)
+    if tables is not None:
+        is_distant = call.positions() < num_distant
+        q, k, _, beta, log_decay = tokens.close(is_distant)
+        queries, transition = transport_queries(
+            q, k, beta, log_decay, initial_transition=transition, output_final_transition=True
+        )
+        out, tables = attend_after(
+            tables, queries, torch.zeros_like(k), out, call, query_type=assignment.query_type,
+            read_weight=assignment.read_weight,
+        )  # fmt: skip
+        out = out.masked_fill(is_distant[..., None, None], 0)
+    return out, TransportState(distant, profile, tables, transition)
+
+
+def _written(tokens: DeltaTokens) -> Tensor:
+    """Lay what tokens write side by side: k, v, beta and log_decay."""
+    log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
+    gates = [x.unsqueeze(-1) for x in (tokens.beta, log_decay)]
+    return torch.cat([tokens.k, tokens.v, *gates], -1).detach()
+
+
+def _wait(held: Tensor | None, new: Tensor | None, call: CallInfo) -> Tensor:
+    """Put new tokens in their places among those that wait; the last place is for all others."""
+    assert held is not None
+    assert new is not None
+    place = call.positions().expand(call.batch, -1).clamp(max=held.shape[1] - 1)
+    if call.real is not None:
+        place = place.masked_fill(~call.real, held.shape[1] - 1)
+    index = place.view(*place.shape, *[1] * (new.ndim - 2)).expand_as(new)
+    return (held if call.inplace else held.clone()).scatter_(1, index, new.to(held.dtype))
+
+
+def _carry(distant: Tensor, profile: Tensor, like: DeltaTokens, mask: SMatMask) -> SMatState:
+    """Carry distant tokens to the boundary and pool them there."""
+    k, v, gates = distant.split([like.k.shape[-1], like.v.shape[-1], 2], -1)
+    keys = transport_keys(k, gates[..., 0], None if like.log_decay is None else gates[..., 1])
+    return SMatState.after(
+        keys, v, mask, feature_map="identity", normalize=False, profile=profile, weighted=True
+    )

@@ -1,0 +1,1 @@
+"""Routing: who writes to which profile and who reads which types."""

@@ -1,0 +1,230 @@
+"""Who writes where and who reads what in SMat-Attention: by position, by token, by content."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smat.geometry import Geometry
+from smat.layers.call import CallInfo
+from smat.layers.routing.hash import balance_loss, distant_tokens
+from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.selectors import OwnHyperplane, point_mask
+from smat.layers.short_convolution import last_inputs, with_past
+from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
+
+
+class Assignment(NamedTuple):
+    """Where tokens write and which types they read; None leaves it to their position."""
+
+    profile: Tensor | None = None  # (B, T, H)
+    query_type: Tensor | None = None  # (B, T, H), or (B, T, H, k) with read weights
+    write_weight: Tensor | None = None  # (B, T, H), the straight-through weight of a learned hash
+    read_weight: Tensor | None = None  # (B, T, H, k)
+
+
+class Router(Protocol):
+    """What a layer asks of a routing module."""
+
+    extra_inputs: tuple[str, ...]  # what it takes of a layer's arguments
+
+    def read_mask(self, mask: SMatMask) -> SMatMask:
+        """Return the mask under which the types are read."""
+
+    def __call__(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Assignment, Any]:
+        """Assign the tokens of a call; ``call.before("routing")`` is the state before them.
+
+        What is read is told for ``call.queries`` alone, if there are any.
+        """
+
+
+class PositionalRouting(nn.Module):
+    """Profiles and types dealt out in turn: everything is left to the positions."""
+
+    extra_inputs: tuple[str, ...] = ()
+
+    def read_mask(self, mask: SMatMask) -> SMatMask:
+        return mask
+
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Assignment, None]:
+        return Assignment(), None
+
+
+class HashedRouting(nn.Module):
+    """Every token writes to the cell that its id hashes to, and reads a hyperplane through it.
+
+    >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
+    >>> ids = torch.tensor([[5, 9, 5, 7]])
+    >>> call = CallInfo(1, 4, ids.device, extras={"token_ids": ids})
+    >>> routing = HashedRouting(vocab_size=16, num_heads=2)
+    >>> assignment, _ = routing(torch.randn(1, 4, 8), mask, call)
+    >>> torch.equal(assignment.profile[:, 0], assignment.profile[:, 2])
+    True
+
+    A token writes to the cell of the token `write_lag` before it (1 files a value under its key),
+    its own where there is none. The direction is one that the cells of the last `num_keys` tokens
+    agree on, if there is one (the rule of multi-key recall), or hashed too if `num_keys` is 1;
+    ``query_direction`` (B, T, H) as an argument of the layer replaces it. `point_read` reads the
+    own cell alone: LSH bucketing.
+
+    Paper: u_t is the cell, a the direction, type(i) = H_(a, a . u).
+    """
+
+    extra_inputs: tuple[str, ...] = ("token_ids", "query_direction")
+
+    def __init__(
+        self,
+        vocab_size: int,
+        num_heads: int,
+        *,
+        write_lag: int = 0,
+        num_keys: int = 1,
+        point_read: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if write_lag < 0 or num_keys < 1:
+            raise ValueError(f"write_lag >= 0 and num_keys >= 1, got {write_lag} and {num_keys}")
+        self.vocab_size, self.num_heads, self.seed = vocab_size, num_heads, seed
+        self.write_lag, self.num_keys, self.point_read = write_lag, num_keys, point_read
+        self.num_kept = max(write_lag, num_keys - 1)
+
+    def read_mask(self, mask: SMatMask) -> SMatMask:
+        """Return the mask under which the types are read: at d = 2 a hyperplane is a cell."""
+        return point_mask(mask) if self.point_read else mask
+
+    def forward(
+        self, x: Tensor, mask: SMatMask, call: CallInfo
+    ) -> tuple[Assignment, Tensor | None]:
+        """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
+        ids = call.extras.get("token_ids")
+        if ids is None or tuple(ids.shape) != (call.batch, call.length):
+            shape = None if ids is None else tuple(ids.shape)
+            raise ValueError(
+                f"hashed routing needs token_ids (B, T) = {(call.batch, call.length)}, got {shape}"
+            )
+        past, queries = call.before("routing"), _queries(call)
+        history = with_past(ids, self.num_kept, past)
+        # The id `lag` tokens earlier in the same sequence, the own one where none is.
+        windows = history.unfold(1, call.length, 1).unbind(1)[::-1]
+        position = call.positions()
+        lagged = [torch.where(position >= lag, each, ids) for lag, each in enumerate(windows)]
+        hashed = TokenHash(self.vocab_size, self.num_heads, mask.geometry, self.seed)
+        before = [hashed.profile(each[:, queries]) for each in lagged[: self.num_keys]]
+        reads = self.reads(x, mask.geometry, before, ids[:, queries], call)
+        state = None
+        if call.use_cache:
+            state = last_inputs(ids, self.num_kept, past, call.lengths, call.cu_seqlens)
+        return reads._replace(profile=hashed.profile(lagged[self.write_lag])), state
+
+    def reads(
+        self, x: Tensor, geometry: Geometry, cells: list[Tensor], ids: Tensor, call: CallInfo
+    ) -> Assignment:
+        """Say what queries read whose own cell, and those of the keys before it, are given."""
+        if self.point_read:
+            return Assignment(query_type=cells[0])
+        direction = call.extras.get("query_direction")
+        if direction is not None:
+            direction = direction[:, _queries(call)]
+        elif self.num_keys == 1:
+            hashed = TokenHash(self.vocab_size, self.num_heads, geometry, self.seed + 1)
+            direction = hashed.profile(ids) % geometry.num_directions
+        else:
+            direction, _ = agreeing_direction(geometry, torch.stack(cells, -1))
+        return Assignment(query_type=type_through_cell(geometry, direction, cells[0]))
+
+
+class DirectedRouting(HashedRouting):
+    """`HashedRouting` whose queries choose their direction by a linear map: see `OwnHyperplane`.
+
+    >>> DirectedRouting(8, Geometry(3, 5), vocab_size=16, num_heads=2).selector.num_scores()
+    6
+    """
+
+    extra_inputs = ("token_ids",)
+
+    def __init__(
+        self,
+        hidden_size: int,
+        geometry: Geometry,
+        *,
+        vocab_size: int,
+        num_heads: int,
+        **hashed: Any,
+    ) -> None:
+        super().__init__(vocab_size, num_heads, **hashed)
+        self.selector = OwnHyperplane(hidden_size, num_heads, geometry)
+
+    def reads(
+        self, x: Tensor, geometry: Geometry, cells: list[Tensor], ids: Tensor, call: CallInfo
+    ) -> Assignment:
+        query_type, read_weight = self.selector(x[:, _queries(call)], cells[0])
+        return Assignment(query_type=query_type, read_weight=read_weight)
+
+
+class ContentRouting(nn.Module):
+    """Route tokens by what the layer's input says, with any selector of `LearnedRouting`.
+
+    >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
+    >>> routing = ContentRouting(LearnedRouting(8, num_heads=2, geometry=mask.geometry))
+    >>> call = CallInfo(1, 64, torch.device("cpu"))
+    >>> assignment, _ = routing(torch.randn(1, 64, 8), mask, call)
+    >>> assignment.profile.shape, assignment.query_type.shape
+    (torch.Size([1, 64, 2]), torch.Size([1, 64, 2, 4]))
+
+    After a call that begins sequences `balance_loss` holds the loss of the hash, with its gradient,
+    for the training loop to add: `sum_balance_losses`.
+    """
+
+    extra_inputs: tuple[str, ...] = ()
+
+    def __init__(self, learned: LearnedRouting) -> None:
+        super().__init__()
+        self.learned = learned
+        self.balance_loss: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the last loss behind where a layer is copied or saved: it belongs to a graph."""
+        return {**self.__dict__, "balance_loss": None}
+
+    def read_mask(self, mask: SMatMask) -> SMatMask:
+        return self.learned.read_mask(mask)
+
+    def forward(
+        self, x: Tensor, mask: SMatMask, call: CallInfo
+    ) -> tuple[Assignment, Tensor | None]:
+        """Route the tokens of a call; the state is that of the hash's convolution.
+
+        Of new sequences only those queries select that see something distant, and only those
+        tokens get an address that are distant for some query, or may be for a later one.
+        """
+        past, queries, num_writers = call.before("routing"), _queries(call), None
+        first = 0
+        if past is None and call.cu_seqlens is None:
+            segments = mask.segments(call.length)
+            if not call.use_cache:
+                num_writers = segments[-1].boundary
+            if call.queries is None:
+                first = next((each.start for each in segments if each.boundary > 0), call.length)
+                queries = slice(first, None)
+        address, reads = self.learned(
+            x, mask.geometry, past, call.first_visible(), queries, num_writers
+        )
+        if past is None:
+            batch, length = x.shape[:2]
+            distant = distant_tokens(mask, batch, length, call.real, call.cu_seqlens)
+            self.balance_loss = balance_loss(
+                address.bin_position, mask.geometry.field_size, distant.to(x.device)
+            )
+        state = None
+        if call.use_cache:
+            state = self.learned.conv.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
+        query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
+        return Assignment(address.profile, query_type, address.ste_weight, read_weight), state
+
+
+def _queries(call: CallInfo) -> slice | Tensor:
+    return slice(None) if call.queries is None else call.queries

@@ -1,0 +1,197 @@
+"""Which types a query reads, and with what weights (appendix "Query routing and causality").
+
+Every selector looks at one token at a time, (..., hidden_size): it serves prefill and decoding
+alike, and is causal because its input is. Costs are multiply-adds for T tokens, a head.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from smat.geometry import Geometry
+from smat.geometry.field import next_prime
+from smat.masks import SMatMask, type_through_cell
+from smat.ops.chosen_scores import chosen_scores
+
+
+class TypeReads(NamedTuple):
+    """The types that each head reads, (..., H, k), and the weights of the reads, (..., H, k)."""
+
+    query_type: Tensor
+    read_weight: Tensor
+
+
+class Selector(nn.Module):
+    """What all selectors have: a linear map that scores something, and how they read."""
+
+    needs_own_profile = False  # whether what is read depends on the query's own point
+    reads_points = False  # whether types are points, to be read under `point_mask`
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
+    ) -> None:
+        super().__init__()
+        if num_reads < 1:
+            raise ValueError(f"num_reads must be 1 or more, got {num_reads}")
+        self.num_heads, self.geometry = num_heads, geometry
+        self.num_reads = min(num_reads, geometry.num_types)
+        self.num_directions = max(1, geometry.num_directions)
+        self.num_offsets = geometry.num_types // self.num_directions
+        self.scorer = nn.Linear(hidden_size, num_heads * self.num_scores())
+
+    @abstractmethod
+    def num_scores(self) -> int:
+        """Count what is scored for each head."""
+
+    def score(self, hidden: Tensor) -> Tensor:
+        """Score what there is to choose from, (..., hidden_size) -> (..., H, num_scores)."""
+        return _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+
+
+class TopTypes(Selector):
+    """Read the highest-scored of all types, weighted by the softmax of their scores.
+
+    >>> selector = TopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> reads = selector(torch.randn(4, 10, 8))
+    >>> reads.query_type.shape, torch.allclose(reads.read_weight.sum(-1), torch.ones(4, 10, 2))
+    (torch.Size([4, 10, 2, 4]), True)
+
+    Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
+
+    Cost: T B hidden_size, B = `geometry.num_types` ~ T^(1 - 1/d); backward T k hidden_size.
+    Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
+    """
+
+    def num_scores(self) -> int:
+        return self.geometry.num_types
+
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+        with torch.no_grad():
+            scores = self.score(hidden)
+            query_type = _highest(scores, self.num_reads)
+        score = chosen_scores(scores, query_type, hidden, self.scorer.weight, self.scorer.bias)
+        return TypeReads(query_type, score.softmax(-1))
+
+
+class FactoredTopTypes(Selector):
+    """Read the highest-scored types where a score is that of the direction plus the offset's.
+
+    >>> selector = FactoredTopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> reads = selector(torch.randn(4, 10, 8))
+    >>> reads.query_type.shape, selector.num_scores()  # 11 scores instead of 30
+    (torch.Size([4, 10, 2, 4]), 11)
+
+    The selection is exact: the best k sums have their direction and their offset among the best k.
+    What is given up is a score that prefers an offset for one direction and not for another.
+
+    Cost: T (A + q) hidden_size + T k^2, A directions of q offsets.
+    """
+
+    def num_scores(self) -> int:
+        return self.num_directions + self.num_offsets
+
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+        scores = self.score(hidden).split([self.num_directions, self.num_offsets], -1)
+        best = [each.topk(min(self.num_reads, each.shape[-1]), dim=-1) for each in scores]
+        (direction_score, direction), (offset_score, offset) = best
+        sums = (direction_score.unsqueeze(-1) + offset_score.unsqueeze(-2)).flatten(-2)
+        types = (direction.unsqueeze(-1) * self.num_offsets + offset.unsqueeze(-2)).flatten(-2)
+        chosen, place = sums.topk(self.num_reads, dim=-1)
+        return TypeReads(types.gather(-1, place), chosen.softmax(-1))
+
+
+class OwnHyperplane(Selector):
+    """Read one hyperplane through the query's own hash point: type H_(a, a . u).
+
+    >>> selector = OwnHyperplane(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> hidden, own_point = torch.randn(4, 10, 8), torch.randint(25, (4, 10, 2))
+    >>> reads = selector(hidden, own_point)
+    >>> reads.query_type.shape, bool((reads.read_weight == 1).all())
+    (torch.Size([4, 10, 2, 1]), True)
+
+    The direction is the best of A learned scores. The choice itself has no derivative; the read
+    weight 1 + p - sg(p), p the softmax probability of the chosen direction, is 1 and passes the
+    gradient of a larger read on to all A scores: a biased straight-through estimate.
+
+    Cost: T A hidden_size. Tokens with the same hash point always see each other.
+    """
+
+    needs_own_profile = True
+
+    def num_scores(self) -> int:
+        return self.num_directions
+
+    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
+        probability, direction = self.score(hidden).softmax(-1).max(-1)
+        weight = 1 + (probability - probability.detach())  # exactly 1
+        query_type = type_through_cell(self.geometry, direction, profile)
+        return TypeReads(query_type.unsqueeze(-1), weight.unsqueeze(-1))
+
+
+class OwnCell(nn.Module):
+    """Read the query's own hash cell and nothing else: bucketing by a learned hash.
+
+    >>> reads = OwnCell()(torch.randn(4, 10, 8), torch.randint(25, (4, 10, 2)))
+    >>> reads.query_type.shape
+    torch.Size([4, 10, 2, 1])
+
+    A cell is no hyperplane from d = 3 on: such reads go with `point_mask(mask)`, whose types are
+    points. Cost: none, and there is nothing to learn.
+    """
+
+    needs_own_profile = True
+    reads_points = True
+
+    def __init__(self, *sizes: object) -> None:
+        super().__init__()
+
+    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
+        weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
+        return TypeReads(profile.unsqueeze(-1), weight.unsqueeze(-1))
+
+
+SELECTORS: Mapping[str, type[Selector] | type[OwnCell]] = {
+    "top_types": TopTypes,
+    "factored": FactoredTopTypes,
+    "own_hyperplane": OwnHyperplane,
+    "own_cell": OwnCell,
+}
+
+
+def point_mask(mask: SMatMask) -> SMatMask:
+    """Return the mask over the same cells whose types are single cells, with the same boundary.
+
+    >>> point_mask(SMatMask(1024, vc_dim=3)).describe()  # 121 of its 127 cells are in use
+    'SMatMask: T = 1024, d = 2, q = 127, n = 512, c = 64, boundary = rebuilt()'
+
+    On a line the hyperplanes are the points, so d = 2 with a prime of at least P points serves.
+    """
+    cells = {"vc_dim": 2, "field_size": next_prime(mask.geometry.num_profiles)}
+    return SMatMask.from_dict({**mask.to_dict(), **cells})
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Choose and weigh in fp32 or wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _highest(scores: Tensor, num: int) -> Tensor:
+    """Find the places of the highest scores, (..., B) -> (..., num), the highest first.
+
+    >>> _highest(torch.tensor([3.0, 1.0, 2.0]), num=2)
+    tensor([0, 2])
+
+    Of fewer than 64 scores for each that is wanted torch partitions them all instead of keeping the
+    best so far, which takes twice the time; so there are never fewer. Where real scores are -inf
+    too a spare place may be found, which is no place.
+    """
+    last = scores.shape[-1] - 1
+    spare = max(0, 64 * num - scores.shape[-1])
+    found = F.pad(scores, (0, spare), value=-torch.inf).topk(num, dim=-1).indices
+    return found.clamp(max=last)
