@@ -5,7 +5,7 @@ from smat.tasks.length_recall import LengthRecall
 from smat.tasks.mqar import MQAR
 from smat.tasks.multi_key_recall import MultiKeyRecall
 from smat.tasks.subset_routing import SubsetRouting
-from smat.tasks.task import Batch, Task, generator_of, seed_of
+from smat.tasks.task import Batch, Task
 
 __all__ = [
     "MQAR",
@@ -15,6 +15,4 @@ __all__ = [
     "MultiKeyRecall",
     "SubsetRouting",
     "Task",
-    "generator_of",
-    "seed_of",
 ]

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from smat.geometry import Geometry
-from smat.tasks.recall import check_split
-from smat.tasks.sampling import distinct
-from smat.tasks.task import Batch, generator_of
+from smat.tasks.recall import check_split, distinct
+from smat.tasks.task import Batch, Task, generator_of
 
 FIRST_KEY = 1  # 0 is left for padding
 
 
 @dataclass(frozen=True)
-class MultiKeyRecall:
+class MultiKeyRecall(Task):
     """Pairs of a key and a payload lie among noise; an answer row names k keys.
 
     >>> task = MultiKeyRecall(num_keys=2, seq_len=128)
@@ -89,14 +88,12 @@ class MultiKeyRecall:
         return self.num_pairs
 
     @property
-    def max_length(self) -> int:
-        """All sequences have one length."""
-        return self.seq_len
+    def lengths(self) -> tuple[int, ...]:
+        return (self.seq_len,)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """All sequences have one length."""
-        return (self.seq_len,)
+    def keys_per_query(self) -> int:
+        return self.num_keys
 
     @property
     def num_outputs(self) -> int:
@@ -112,20 +109,15 @@ class MultiKeyRecall:
         return (self.seq_len - self.num_distant) // self.num_answers
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        """Make fresh examples for a step."""
-        return self._batch(batch_size, generator_of(self.name, seed, "train", step))
-
-    def steps_per_epoch(self, batch_size: int) -> int | None:
-        """There are no epochs: examples are always fresh."""
-        return None
+        return self._draw(batch_size, generator_of(self.name, seed, "train", step))
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         """Make 8 batches of 32 sequences with 8 answers each: 2,048 queries."""
         check_split(split)
         for index in range(self.num_eval_batches):
-            yield self._batch(self.eval_batch_size, generator_of(self.name, seed, split, index))
+            yield self._draw(self.eval_batch_size, generator_of(self.name, seed, split, index))
 
-    def _batch(self, batch_size: int, generator: torch.Generator) -> Batch:
+    def _draw(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Write noise everywhere, then the pairs, then the keys that the answer rows name."""
         shape = (batch_size, self.seq_len)
         ids = torch.randint(self.marker + 1, self.vocab_size, shape, generator=generator)
@@ -162,8 +154,8 @@ class MultiKeyRecall:
 
         The coverage is that of rule-chosen directions at the field size of this length.
         """
-        share = self.num_keys / self.num_pairs
-        entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p > 0)
+        odds = self.num_keys / self.num_pairs
+        entropy = -sum(p * math.log(p) for p in (odds, 1 - odds) if p > 0)
         controls = {
             "loss of a constant predictor (nats)": entropy,
             "constant predictor": 100.0 * (self.num_keys == self.num_pairs),
@@ -176,7 +168,6 @@ class MultiKeyRecall:
         return controls
 
     def describe(self) -> str:
-        """Describe the task and what was chosen where the paper is silent."""
         return (
             f"Multi-key subset recall: T = {self.seq_len}, {self.num_pairs} pairs of a key and a "
             f"payload at random even places of the first half, {self.num_answers} answer rows at "
