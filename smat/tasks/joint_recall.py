@@ -28,12 +28,10 @@ class JointRecall(RecallInEpochs):
     >>> batch.rows, batch.targets
     (tensor([[34, 37, 40, 43]]), tensor([[559, 550, 553, 549]]))
 
-    A load (C, K) has C contexts and K keys, each without repetition; all contexts share the keys,
-    and each of the C K values is uniform over 16. Records and queries are shuffled apart. The
-    value is to be predicted on the query's key.
-
-    Half of the sequence holds BOS and the records, SEP opens the other half, and padding fills
-    both: L = max(64, 6 C K + 2 rounded up to a multiple of 4).
+    A load (C, K) has C contexts and K keys, each without repetition; all contexts have the same
+    keys, and each of the C K values is uniform over 16. Records and queries are shuffled apart. The
+    value is to be predicted on the query's key. Half of the sequence holds BOS and the records, SEP
+    opens the other half, and padding fills both.
     """
 
     loads: tuple[tuple[int, int], ...] = ((1, 4), (2, 8), (8, 16), (16, 16), (32, 16))
@@ -58,17 +56,9 @@ class JointRecall(RecallInEpochs):
                 )
 
     @property
-    def _first_key(self) -> int:
-        return FIRST_CONTEXT + self.num_contexts
-
-    @property
-    def _first_value(self) -> int:
-        return self._first_key + self.key_alphabet
-
-    @property
     def vocab_size(self) -> int:
         """Three signs, the contexts, the keys and the values."""
-        return self._first_value + self.num_values
+        return FIRST_CONTEXT + self.num_contexts + self.key_alphabet + self.num_values
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -80,14 +70,13 @@ class JointRecall(RecallInEpochs):
 
     def draw(self, load: tuple[int, int], num_examples: int, generator: torch.Generator) -> Batch:
         contexts, keys = load
+        count, first_key = contexts * keys, FIRST_CONTEXT + self.num_contexts
         context = distinct(num_examples, contexts, self.num_contexts, generator) + FIRST_CONTEXT
-        key = distinct(num_examples, keys, self.key_alphabet, generator) + self._first_key
-        count = contexts * keys
-        drawn = torch.randint(self.num_values, (num_examples, count), generator=generator)
-        value = drawn + self._first_value
+        key = distinct(num_examples, keys, self.key_alphabet, generator) + first_key
+        value = torch.randint(self.num_values, (num_examples, count), generator=generator)
+        value += first_key + self.key_alphabet
         context, key = context.repeat_interleave(keys, 1), key.repeat(1, contexts)
         pad = torch.full_like(value, PAD)
-
         ids = torch.full((num_examples, sequence_length(contexts, keys)), PAD)
         half = ids.shape[1] // 2
         order = distinct(num_examples, count, count, generator)

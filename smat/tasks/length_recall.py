@@ -49,9 +49,7 @@ class LengthRecall(Task):
     Every key occurs twice: with its value behind it, and later as a query, where the value is to be
     predicted. Under the uniform layout all arrangements without overlap are equally likely. Under
     the placed layout all pairs lie in a region of `region` tokens, all queries in the region that
-    ends the sequence, and `gaps` of D tokens lie between the two.
-
-    Paper: T_train = `seq_len`, D runs over `gaps`.
+    ends the sequence, and D tokens between the two; D runs over `gaps`.
     """
 
     seq_len: int = 1024
@@ -75,18 +73,17 @@ class LengthRecall(Task):
                 f"num_pairs = {self.num_pairs}, but there are {self.num_keys} keys and "
                 f"{self.num_values} values"
             )
-        shortest = min((self.seq_len, *self.eval_lengths))
-        crowded = bool(self.gaps) and 2 * self.num_pairs > self.region
-        if 3 * self.num_pairs > shortest or crowded:
+        shortest, in_region = min((self.seq_len, *self.eval_lengths)), 2 * self.num_pairs
+        if 3 * self.num_pairs > shortest or (self.gaps and in_region > self.region):
             raise ValueError(
-                f"num_pairs = {self.num_pairs} needs {3 * self.num_pairs} tokens, and "
-                f"{2 * self.num_pairs} in a region, but the shortest length is {shortest} and "
-                f"region = {self.region}"
+                f"num_pairs = {self.num_pairs} needs {3 * self.num_pairs} tokens, and {in_region} "
+                f"in a region, but the shortest length is {shortest} and region = {self.region}"
             )
-        if any(not 0 <= gap <= self.placed_length - 2 * self.region for gap in self.gaps):
+        longest = self.placed_length - 2 * self.region
+        if any(not 0 <= gap <= longest for gap in self.gaps):
             raise ValueError(
                 f"placed_length = {self.placed_length} and region = {self.region} leave gaps of 0 "
-                f"to {self.placed_length - 2 * self.region}, but they are {self.gaps}"
+                f"to {longest}, but they are {self.gaps}"
             )
 
     @property
@@ -132,13 +129,13 @@ class LengthRecall(Task):
         """Draw a uniform layout; or pairs in one region and queries in the last, in any orders."""
         if cell.gap is None:
             return uniform_layout(num_examples, self.num_pairs, cell.length, generator)
-        queries = cell.length - self.region
-        pairs = queries - cell.gap - self.region
         # As below, pairs are first shrunk to one token each.
-        left = self.region - self.num_pairs
-        shrunk = distinct(num_examples, self.num_pairs, left, generator).sort(-1).values
+        shrunk = distinct(num_examples, self.num_pairs, self.region - self.num_pairs, generator)
+        key = shrunk.sort(-1).values + torch.arange(self.num_pairs)
         query = distinct(num_examples, self.num_pairs, self.region, generator)
-        return Layout(pairs + shrunk + torch.arange(self.num_pairs), queries + query)
+        return Layout(
+            key + cell.length - 2 * self.region - cell.gap, query + cell.length - self.region
+        )
 
     def schedules(self, length: int) -> dict[str, BoundarySchedule]:
         """Return the paper's boundary schedules with a long-range branch, for a length."""

@@ -11,13 +11,7 @@ from torch import Tensor
 from smat.tasks.recall import RecallInEpochs, distinct, restore_tuples
 from smat.tasks.task import Batch, generator_of
 
-TRAIN_LOADS = (
-    (64, 4, 100_000),
-    (128, 8, 20_000),
-    (256, 16, 20_000),
-    (256, 32, 20_000),
-    (256, 64, 20_000),
-)
+TRAIN_LOADS = ((64, 4, 100_000), (128, 8, 20_000), *((256, N, 20_000) for N in (16, 32, 64)))
 EVAL_LOADS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64))
 
 
@@ -40,8 +34,7 @@ class MQAR(RecallInEpochs):
     the other places hold random tokens. The value is to be predicted on the key; it is not there
     behind it.
 
-    A load is (T, N, examples to train on), or (T, N) to evaluate on. The examples of an epoch are
-    the same in every epoch, and no batch mixes loads.
+    A load is (T, N, examples to train on), or (T, N) to evaluate on.
 
     Paper: V = `vocab_size`; a = `power` (Zoology's `power_a`).
     """
@@ -127,12 +120,12 @@ class MQAR(RecallInEpochs):
             f"Multi-query associative recall over {self.vocab_size} tokens, with the distribution "
             f"of the Zoology generator (gap exponent {self.power}). Loads (T, N) to train on: "
             f"{train}, batches {self.describe_order()}; held out, {self.num_eval} examples each: "
-            f"{test}. Accuracy "
-            "is the mean over the queries of an example, then over examples, then over loads. The "
-            "paper does not list the held-out loads: chosen are Zoology's up to length 256. Its "
-            "pipeline takes the loads in order, while the authors' published settings shuffle "
-            "the batches: both are offered. The last epoch counts, not the best one. From N = T/4 "
-            "on, the pairs fill the first half, so every query lies behind the boundary."
+            f"{test}. Accuracy is the mean over the queries of an example, then over examples, "
+            "then over loads. The paper does not list the held-out loads: chosen are Zoology's up "
+            "to length 256. Its pipeline takes the loads in order, while the authors' published "
+            "settings shuffle the batches: both are offered. The last epoch counts, not the best "
+            "one. From N = T/4 on, the pairs fill the first half, so every query lies behind the "
+            "boundary."
         )
 
 
@@ -144,9 +137,8 @@ def weighted_order(num_rows: int, weights: Tensor, generator: torch.Generator) -
     0.8
 
     A race: index g finishes after an exponential time of rate w(g), which is -log(1 - u) / w(g).
-    It comes first with probability w(g) / sum w, and as waiting times have no memory, those still
-    running race on as if they had just begun: the order of arrival is the order of drawing. (With
-    -log of the times this is the Gumbel top-k trick.)
+    It comes first with probability w(g) / sum w, and waiting times have no memory, so that the
+    order of arrival is the order of drawing.
     """
     # Not `exponential_`, which draws other numbers where torch is built with another library.
     uniform = torch.rand(num_rows, len(weights), generator=generator, dtype=torch.float64)

@@ -33,9 +33,7 @@ class MultiKeyRecall(Task):
 
     A key stands at an even place of the first half, the marker behind it, and the marker carries
     the payload e_i of the i-th pair: filed under the token before, a payload lies under its key.
-    The last k tokens up to an answer row are the keys that it asks for.
-
-    Paper: k = `num_keys`, T = `seq_len`, N = `num_pairs`.
+    The last k = `num_keys` tokens up to an answer row are the keys that it asks for.
     """
 
     num_keys: int
@@ -56,9 +54,9 @@ class MultiKeyRecall(Task):
                 "1 <= num_keys <= num_pairs <= key_alphabet is needed, but they are "
                 f"{self.num_keys}, {self.num_pairs} and {self.key_alphabet}"
             )
-        if len(self._slots) < self.num_pairs:
+        if self._num_slots < self.num_pairs:
             raise ValueError(
-                f"seq_len = {self.seq_len} has {len(self._slots)} places for pairs in its first "
+                f"seq_len = {self.seq_len} has {self._num_slots} places for pairs in its first "
                 f"half, but num_pairs = {self.num_pairs}"
             )
         if self._spacing < self.num_keys:
@@ -101,8 +99,8 @@ class MultiKeyRecall(Task):
         return self.num_pairs
 
     @property
-    def _slots(self) -> range:
-        return range(0, self.num_distant - 2, 2)
+    def _num_slots(self) -> int:
+        return len(range(0, self.num_distant - 2, 2))
 
     @property
     def _spacing(self) -> int:
@@ -121,15 +119,12 @@ class MultiKeyRecall(Task):
         """Write noise everywhere, then the pairs, then the keys that the answer rows name."""
         shape = (batch_size, self.seq_len)
         ids = torch.randint(self.marker + 1, self.vocab_size, shape, generator=generator)
-        slot = distinct(batch_size, self.num_pairs, len(self._slots), generator)
-        place = slot.sort(-1).values * 2
+        place = distinct(batch_size, self.num_pairs, self._num_slots, generator).sort(-1).values * 2
         key = distinct(batch_size, self.num_pairs, self.key_alphabet, generator) + FIRST_KEY
         ids.scatter_(1, place, key).scatter_(1, place + 1, self.marker)
-
         payload = torch.zeros(*shape, self.num_pairs)
         example = torch.arange(batch_size)[:, None]
         payload[example, place + 1, torch.arange(self.num_pairs)] = 1.0
-
         num_queries = batch_size * self.num_answers
         asked = distinct(num_queries, self.num_keys, self.num_pairs, generator)
         asked = asked.view(batch_size, self.num_answers, self.num_keys)
@@ -150,10 +145,7 @@ class MultiKeyRecall(Task):
         return ((outputs > 0.5) == (batch.targets > 0.5)).all(-1).float()
 
     def controls(self) -> dict[str, float]:
-        """Return what a model reaches that ignores the query, and how often some head can see all.
-
-        The coverage is that of rule-chosen directions at the field size of this length.
-        """
+        """Return what a model reaches that ignores the query, and how often some head sees all."""
         odds = self.num_keys / self.num_pairs
         entropy = -sum(p * math.log(p) for p in (odds, 1 - odds) if p > 0)
         controls = {
@@ -189,10 +181,8 @@ def coverage(geometry: Geometry, num_keys: int, num_heads: int) -> float:
     [16.3, 33.9]
 
     k cells lie on one hyperplane unless their k - 1 differences span F_q^D, which uniform vectors
-    do with probability (1 - q^-(k-1)) (1 - q^-(k-2)) ... (1 - q^-(k-D)). A hyperplane that holds
-    them need not hold them alone.
-
-    Paper: k = `num_keys`, D = `geometry.ambient_dim`.
+    do with probability (1 - q^-(k-1)) (1 - q^-(k-2)) ... (1 - q^-(k-D)), D = `ambient_dim`. A
+    hyperplane that holds them need not hold them alone.
     """
     if geometry.ambient_dim == 0:
         return 1.0  # the only hyperplane is the whole space

@@ -109,10 +109,7 @@ class Task(Protocol):
         return functional.cross_entropy(outputs.flatten(0, 1).float(), batch.targets.flatten())
 
     def score(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the paper's metric between 0 and 1, an example (B,) or a query (B, R).
-
-        It is the fraction of an example's queries whose largest logit is the target.
-        """
+        """Return the paper's metric, an example (B,) or a query (B, R): the fraction right."""
         return (outputs.argmax(-1) == batch.targets).float().mean(-1)
 
     def controls(self) -> dict[str, float]:
@@ -125,10 +122,8 @@ class Task(Protocol):
 def seed_of(*parts: str | int) -> int:
     """Derive a seed from names and numbers, the same on every machine.
 
-    >>> seed_of("mqar", 0, "train", 17) == seed_of("mqar", 0, "train", 17)
-    True
-    >>> seed_of("mqar", 0, "train", 17) == seed_of("mqar", 0, "train", 18)
-    False
+    >>> seed_of("mqar", 0, "train", 17)
+    8089474354463750585
     """
     digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
