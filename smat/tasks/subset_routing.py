@@ -52,14 +52,11 @@ class SubsetRouting(Task):
     landmark_seed: int = 0
 
     name: ClassVar[str] = "subset_routing"
+    vocab_size: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_landmarks <= 16:
             raise ValueError(f"between 1 and 16 landmarks, got {self.num_landmarks}")
-
-    @property
-    def vocab_size(self) -> int:
-        return 0
 
     @property
     def payload_dim(self) -> int:
