@@ -119,16 +119,16 @@ class Task(Protocol):
         """Describe the task, and what was chosen where the paper is silent, for the report."""
 
 
-def seed_of(*parts: str | int) -> int:
+def seed_of(*names: str | int) -> int:
     """Derive a seed from names and numbers, the same on every machine.
 
     >>> seed_of("mqar", 0, "train", 17)
     8089474354463750585
     """
-    digest = hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+    digest = hashlib.sha256("|".join(map(str, names)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def generator_of(*parts: str | int) -> torch.Generator:
+def generator_of(*names: str | int) -> torch.Generator:
     """Return a random generator seeded by names and numbers."""
-    return torch.Generator().manual_seed(seed_of(*parts))
+    return torch.Generator().manual_seed(seed_of(*names))
