@@ -8,7 +8,6 @@ import platform
 import subprocess
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +17,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGEST = 1 << 30
 
 
-def describe_hardware(device: torch.device | str = "cpu") -> dict[str, Any]:
+def describe_hardware(device: torch.device | str = "cpu") -> dict[str, str | int]:
     """Collect processor, cores, threads, torch and device as plain data.
 
     >>> sorted(describe_hardware())

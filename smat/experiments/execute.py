@@ -107,11 +107,7 @@ def execute(
 
 def build(run: Run) -> nn.Module:
     """Build a run's model, with freshly drawn weights."""
-    if hasattr(run.model, "build"):
-        return run.model.build(run.task)
-    from smat.models import build_model
-
-    return build_model(run.model, run.task)
+    return run.model.build(run.task)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from smat.experiments.run import Experiment, Run
-from smat.models import ModelConfig
+from smat.models import ModelConfig, Option
 from smat.tasks import LengthRecall
 from smat.training import TrainingConfig
 
@@ -57,7 +57,8 @@ def task_of(preset: str) -> LengthRecall:
 def run(preset: str, arm: str, seed: int) -> Run:
     """Return one run: it fills all cells of its row."""
     task = task_of(preset)
-    options = {"num_heads": 4, "vc_dim": 2, "decay_gate": True, "conv_size": 4, "boundary": arm}
+    options: dict[str, Option] = {"num_heads": 4, "vc_dim": 2, "conv_size": 4}
+    options |= {"decay_gate": True, "boundary": arm}
     training = TrainingConfig(
         steps=STEPS[preset],
         batch_size=32,

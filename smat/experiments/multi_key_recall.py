@@ -7,7 +7,7 @@ from typing import Any
 
 from smat.experiments.run import Experiment, Run
 from smat.geometry import Geometry
-from smat.models import ModelConfig
+from smat.models import ModelConfig, Option
 from smat.tasks import MultiKeyRecall
 from smat.training import TrainingConfig
 
@@ -62,6 +62,7 @@ QUICK_ARMS = ("softmax", "linear", "smat_d2", "smat_d3", "smat_d4")
 def model_of(arm: str, width: int, seq_len: int) -> ModelConfig:
     """Return the model of an arm: four heads, and a state as wide as a head."""
     head = width // 4
+    options: dict[str, Option]
     if arm == "softmax":
         mixer, options = arm, {"num_heads": 4, "qk_norm": True, "positions": "none"}
     elif arm in ("mamba2", "log_linear"):

@@ -2,51 +2,71 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from smat.layers import sum_balance_losses
+from smat.layers import SMatAttention, sum_balance_losses
 from smat.layers.primitives import RMSNorm
-from smat.models.mixers import call_mixer, make_mixer
-
-if TYPE_CHECKING:
-    from smat.models.config import ModelConfig
+from smat.models.mixers import Option, SequenceTask, make_mixer
 
 NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A sequence model, see `SequenceModel`; `options` are those of `smat.models.mixers`."""
+
+    mixer: str
+    width: int
+    num_layers: int = 1
+    options: Mapping[str, Option] = field(default_factory=dict)
+    learned_positions: bool = False
+    mlp_ratio: float = 0.0
+    norm: str = "rms"
+    tied: bool = False
+
+    def build(self, task: SequenceTask) -> SequenceModel:
+        """Return the model for a task, with freshly drawn weights."""
+        return SequenceModel(self, task)
 
 
 class Block(nn.Module):
     """h + mixer(norm(h)), then h + MLP(norm(h)) at the rows that are wanted."""
 
-    def __init__(self, mixer: nn.Module, width: int, mlp_ratio: float, norm: str) -> None:
+    def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
         super().__init__()
-        self.norm = NORMS[norm](width)
-        self.mixer = mixer
-        inner = round(mlp_ratio * width)
-        self.mlp_norm = NORMS[norm](width) if inner else None
-        self.mlp = (
-            nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
-            if inner
-            else None
-        )
+        width, inner = config.width, round(config.mlp_ratio * config.width)
+        self.norm = NORMS[config.norm](width)
+        self.mixer = make_mixer(config.mixer, width, task, config.options)
+        self.mlp_norm = self.mlp = None
+        if inner:
+            self.mlp_norm = NORMS[config.norm](width)
+            self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
 
-    def forward(self, x: Tensor, rows: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+    def forward(self, x: Tensor, rows: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
         """(B, T, width) -> (B, T, width), or (B, R, width) at rows (B, R)."""
-        mixed = call_mixer(self.mixer, self.norm(x), rows, inputs)
-        return self._behind(mixed + (x if rows is None else take_rows(x, rows)))
-
-    def _behind(self, x: Tensor) -> Tensor:
+        mixed = self._mix(self.norm(x), rows, inputs)
+        x = mixed + (x if rows is None else take_rows(x, rows))
         if self.mlp is None or self.mlp_norm is None:
             return x
         return x + self.mlp(self.mlp_norm(x))
+
+    def _mix(self, x: Tensor, rows: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Where all examples ask at the same rows, SMat-Attention reads nothing else."""
+        ids = inputs.get("token_ids")
+        if rows is None:
+            return self.mixer(x, token_ids=ids)[0]
+        if isinstance(self.mixer, SMatAttention) and bool((rows == rows[0]).all()):
+            return self.mixer(x, token_ids=ids, positions=rows[0])[0]
+        return take_rows(self.mixer(x, token_ids=ids)[0], rows)
 
 
 class SequenceModel(nn.Module):
     """Embeddings, a stack of mixers, and a read-out.
 
-    >>> from smat.models import ModelConfig
     >>> from smat.tasks import MultiKeyRecall
     >>> task = MultiKeyRecall(num_keys=1, seq_len=128)
     >>> model = SequenceModel(ModelConfig("mamba2", width=32, options={"head_dim": 16}), task)
@@ -59,22 +79,16 @@ class SequenceModel(nn.Module):
     and read-out. `tied` reads out with the token embedding.
     """
 
-    def __init__(self, config: ModelConfig, task: Any) -> None:
+    def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
         super().__init__()
-        width = config.width
+        width, payload = config.width, task.payload_dim
         if config.norm not in NORMS:
             raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {config.norm!r}")
+        positions = torch.empty(task.max_length, width) if config.learned_positions else None
         self.tokens = nn.Embedding(task.vocab_size, width) if task.vocab_size else None
-        self.payload_in = (
-            nn.Linear(task.payload_dim, width, bias=False) if task.payload_dim else None
-        )
-        self.positions = (
-            nn.Parameter(torch.empty(task.max_length, width)) if config.learned_positions else None
-        )
-        self.blocks = nn.ModuleList(
-            Block(make_mixer(config, task), width, config.mlp_ratio, config.norm)
-            for _ in range(config.num_layers)
-        )
+        self.payload_in = nn.Linear(payload, width, bias=False) if payload else None
+        self.positions = None if positions is None else nn.Parameter(positions)
+        self.blocks = nn.ModuleList(Block(config, task) for _ in range(config.num_layers))
         self.norm = NORMS[config.norm](width)
         self.head = nn.Linear(width, task.num_outputs, bias=not config.tied)
         for table in (self.tokens.weight if self.tokens else None, self.positions):
@@ -93,16 +107,16 @@ class SequenceModel(nn.Module):
             x = block(x, rows if number == last else None, inputs)
         return self.head(self.norm(x))
 
-    def embed(self, inputs: dict[str, Tensor]) -> Tensor:
+    def embed(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Add up what the inputs of a batch say about each position."""
-        x: Tensor | None = None
+        known = []
         if self.tokens is not None:
-            x = self.tokens(inputs["token_ids"])
+            known.append(self.tokens(inputs["token_ids"]))
         if self.payload_in is not None:
-            payload = self.payload_in(inputs["payload"])
-            x = payload if x is None else x + payload
-        assert x is not None, "a task has tokens or payloads"
-        return x if self.positions is None else x + self.positions[: x.shape[1]]
+            known.append(self.payload_in(inputs["payload"]))
+        if self.positions is not None:
+            known.append(self.positions[: known[0].shape[1]])
+        return sum(known[1:], start=known[0])
 
     def balance_loss(self) -> Tensor | None:
         """Return the balance losses of the last call, or None if no layer has one."""

@@ -5,16 +5,6 @@ from smat.tasks.length_recall import LengthRecall
 from smat.tasks.mqar import MQAR
 from smat.tasks.multi_key_recall import MultiKeyRecall
 from smat.tasks.subset_routing import SubsetRouting
-from smat.tasks.task import Batch, Task, generator_of, seed_of
+from smat.tasks.task import Task
 
-__all__ = [
-    "MQAR",
-    "Batch",
-    "JointRecall",
-    "LengthRecall",
-    "MultiKeyRecall",
-    "SubsetRouting",
-    "Task",
-    "generator_of",
-    "seed_of",
-]
+__all__ = ["MQAR", "JointRecall", "LengthRecall", "MultiKeyRecall", "SubsetRouting", "Task"]

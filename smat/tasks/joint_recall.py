@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,16 +9,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from smat.tasks.epochs import pieces_of, place_of, steps_per_epoch
-from smat.tasks.recall import check_split, cross_entropy, fraction_right
-from smat.tasks.sampling import distinct
+from smat.tasks.recall import RecallInEpochs, distinct, restore_tuples
 from smat.tasks.task import Batch, generator_of
 
 PAD, BOS, SEP, FIRST_CONTEXT = 0, 1, 2, 3
 
 
 @dataclass(frozen=True)
-class JointRecall:
+class JointRecall(RecallInEpochs):
     """Records (context, key, value) in the first half, every (context, key) asked in the second.
 
     >>> task = JointRecall(loads=((1, 4),))
@@ -31,12 +28,10 @@ class JointRecall:
     >>> batch.rows, batch.targets
     (tensor([[34, 37, 40, 43]]), tensor([[559, 550, 553, 549]]))
 
-    A load (C, K) has C contexts and K keys, each without repetition; all contexts share the keys,
-    and each of the C K values is uniform over 16. Records and queries are shuffled apart. The
-    value is to be predicted on the query's key.
-
-    Half of the sequence holds BOS and the records, SEP opens the other half, and padding fills
-    both: L = max(64, 6 C K + 2 rounded up to a multiple of 4).
+    A load (C, K) has C contexts and K keys, each without repetition; all contexts have the same
+    keys, and each of the C K values is uniform over 16. Records and queries are shuffled apart. The
+    value is to be predicted on the query's key. Half of the sequence holds BOS and the records, SEP
+    opens the other half, and padding fills both.
     """
 
     loads: tuple[tuple[int, int], ...] = ((1, 4), (2, 8), (8, 16), (16, 16), (32, 16))
@@ -50,11 +45,9 @@ class JointRecall:
     shuffle_batches: bool = True
 
     name: ClassVar[str] = "joint_recall"
-    payload_dim: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        # Lists, which JSON knows alone, become tuples again, so that equal tasks are equal.
-        object.__setattr__(self, "loads", tuple(map(tuple, self.loads)))
+        restore_tuples(self, "loads")
         for contexts, keys in self.loads:
             if not (1 <= contexts <= self.num_contexts and 1 <= keys <= self.key_alphabet):
                 raise ValueError(
@@ -63,81 +56,36 @@ class JointRecall:
                 )
 
     @property
-    def _first_key(self) -> int:
-        return FIRST_CONTEXT + self.num_contexts
-
-    @property
-    def _first_value(self) -> int:
-        return self._first_key + self.key_alphabet
-
-    @property
     def vocab_size(self) -> int:
         """Three signs, the contexts, the keys and the values."""
-        return self._first_value + self.num_values
+        return FIRST_CONTEXT + self.num_contexts + self.key_alphabet + self.num_values
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of all loads."""
         return tuple(sorted({sequence_length(*load) for load in self.loads}))
 
-    @property
-    def max_length(self) -> int:
-        """The longest load."""
-        return max(sequence_length(*load) for load in self.loads)
+    def loads_of(self, split: str) -> list[tuple[tuple[int, int], int]]:
+        counts = {"train": self.num_train, "validation": self.num_validation, "test": self.num_test}
+        return [(load, counts[split]) for load in self.loads]
 
-    @property
-    def num_outputs(self) -> int:
-        """One logit a token."""
-        return self.vocab_size
-
-    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        """Make the batch of a step; the same batches come back in every epoch."""
-        counts = [self.num_train] * len(self.loads)
-        place = place_of(step, batch_size, counts, seed if self.shuffle_batches else None)
-        generator = generator_of(self.name, seed, "train", place.load, batch_size, place.number)
-        return self._batch(place.size, *self.loads[place.load], generator)
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Count the batches of all loads: 705 at the paper's settings."""
-        return steps_per_epoch([self.num_train] * len(self.loads), batch_size)
-
-    def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
-        """Make the held-out examples, load after load; `eval_batch_size` does not change them."""
-        check_split(split)
-        count = self.num_test if split == "test" else self.num_validation
-        for load, (contexts, keys) in enumerate(self.loads):
-            generator = generator_of(self.name, seed, split, load)
-            whole = self._batch(count, contexts, keys, generator)
-            yield from pieces_of(whole, self.eval_batch_size)
-
-    def _batch(
-        self, batch_size: int, contexts: int, keys: int, generator: torch.Generator
-    ) -> Batch:
-        context = distinct(batch_size, contexts, self.num_contexts, generator) + FIRST_CONTEXT
-        key = distinct(batch_size, keys, self.key_alphabet, generator) + self._first_key
-        count = contexts * keys
-        drawn = torch.randint(self.num_values, (batch_size, count), generator=generator)
-        value = drawn + self._first_value
+    def draw(self, load: tuple[int, int], num_examples: int, generator: torch.Generator) -> Batch:
+        contexts, keys = load
+        count, first_key = contexts * keys, FIRST_CONTEXT + self.num_contexts
+        context = distinct(num_examples, contexts, self.num_contexts, generator) + FIRST_CONTEXT
+        key = distinct(num_examples, keys, self.key_alphabet, generator) + first_key
+        value = torch.randint(self.num_values, (num_examples, count), generator=generator)
+        value += first_key + self.key_alphabet
         context, key = context.repeat_interleave(keys, 1), key.repeat(1, contexts)
         pad = torch.full_like(value, PAD)
-
-        ids = torch.full((batch_size, sequence_length(contexts, keys)), PAD)
+        ids = torch.full((num_examples, sequence_length(contexts, keys)), PAD)
         half = ids.shape[1] // 2
-        order = distinct(batch_size, count, count, generator)
-        asked = distinct(batch_size, count, count, generator)
+        order = distinct(num_examples, count, count, generator)
+        asked = distinct(num_examples, count, count, generator)
         ids[:, 0], ids[:, half] = BOS, SEP
         ids[:, 1 : 1 + 3 * count] = _interleave(context, key, value, order)
         ids[:, half + 1 : half + 1 + 3 * count] = _interleave(context, key, pad, asked)
-        rows = (half + 2 + 3 * torch.arange(count)).expand(batch_size, -1).contiguous()
-        return Batch({"token_ids": ids}, rows, value.gather(1, asked), _cell(contexts, keys))
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy over all tokens, averaged over queries."""
-        return cross_entropy(outputs, batch)
-
-    def score(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the fraction (B,) of an example's queries that are answered right."""
-        return fraction_right(outputs, batch)
+        rows = (half + 2 + 3 * torch.arange(count)).expand(num_examples, -1).contiguous()
+        return Batch({"token_ids": ids}, rows, value.gather(1, asked), _cell(load))
 
     def controls(self) -> dict[str, float]:
         """Return chance, and what a model reaches that looks at one field of the query alone."""
@@ -146,14 +94,12 @@ class JointRecall:
             "a random value": 100 / self.num_values,
             "best single-field majority": 100 * sum(best.values()) / len(best),
         }
-        for load, share in best.items():
-            controls[f"best single-field majority, {_cell(*load)}"] = 100 * share
+        for load, accuracy in best.items():
+            controls[f"best single-field majority, {_cell(load)}"] = 100 * accuracy
         return controls
 
     def describe(self) -> str:
-        """Describe the task and what was chosen where the paper is silent."""
         loads = ", ".join(f"{load} at length {sequence_length(*load)}" for load in self.loads)
-        order = "in an order shuffled each epoch" if self.shuffle_batches else "load after load"
         return (
             "Joint context-key recall: shuffled records (context, key, value) in the first half, "
             "every (context, key) asked once in the second, the value predicted on the key. Loads "
@@ -161,10 +107,10 @@ class JointRecall:
             "to train, validate and test on each. The paper states counts and lengths; chosen are "
             f"{self.num_contexts} contexts, {self.key_alphabet} keys and {self.num_values} values "
             f"among {self.vocab_size} tokens, a separator in the very middle, padding behind the "
-            f"records and behind the queries, and batches {order}. Accuracy is the mean over the "
-            "queries of an example, then over examples, then over loads. The best single-field "
-            "majority answers with the commonest value of the query's context, or of its key, "
-            "whichever is better for the example."
+            f"records and behind the queries, and batches {self.describe_order()}. Accuracy is the "
+            "mean over the queries of an example, then over examples, then over loads. The best "
+            "single-field majority answers with the commonest value of the query's context, or of "
+            "its key, whichever is better for the example."
         )
 
 
@@ -202,5 +148,5 @@ def _interleave(first: Tensor, second: Tensor, third: Tensor, order: Tensor) -> 
     return torch.stack(columns, -1).flatten(1)
 
 
-def _cell(num_contexts: int, num_keys: int) -> str:
-    return f"C={num_contexts},K={num_keys}"
+def _cell(load: tuple[int, int]) -> str:
+    return f"C={load[0]},K={load[1]}"

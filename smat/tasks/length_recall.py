@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from smat.masks import BoundarySchedule, doubling, kept, window
-from smat.tasks.epochs import pieces_of
-from smat.tasks.recall import check_split, cross_entropy, fraction_right
-from smat.tasks.sampling import distinct
-from smat.tasks.task import Batch, generator_of
+from smat.tasks.recall import check_split, distinct, restore_tuples
+from smat.tasks.task import Batch, Task, generator_of
 
 
 class Layout(NamedTuple):
@@ -23,8 +21,19 @@ class Layout(NamedTuple):
     query: Tensor
 
 
+class Cell(NamedTuple):
+    """What is evaluated: a length with a uniform layout, or a gap between pairs and queries."""
+
+    length: int
+    gap: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"T={self.length}" if self.gap is None else f"D={self.gap}"
+
+
 @dataclass(frozen=True)
-class LengthRecall:
+class LengthRecall(Task):
     """Pairs and queries among noise; train at one length, evaluate at longer ones.
 
     >>> task = LengthRecall(seq_len=32, num_pairs=4, eval_lengths=(32, 64), placed_length=64,
@@ -40,9 +49,7 @@ class LengthRecall:
     Every key occurs twice: with its value behind it, and later as a query, where the value is to be
     predicted. Under the uniform layout all arrangements without overlap are equally likely. Under
     the placed layout all pairs lie in a region of `region` tokens, all queries in the region that
-    ends the sequence, and `gaps` of D tokens lie between the two.
-
-    Paper: T_train = `seq_len`, D runs over `gaps`.
+    ends the sequence, and D tokens between the two; D runs over `gaps`.
     """
 
     seq_len: int = 1024
@@ -58,29 +65,25 @@ class LengthRecall:
     eval_batch_size: int = 8
 
     name: ClassVar[str] = "length_recall"
-    payload_dim: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        # Lists, which JSON knows alone, become tuples again, so that equal tasks are equal.
-        for field in ("eval_lengths", "gaps"):
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+        restore_tuples(self, "eval_lengths", "gaps")
         if not 1 <= self.num_pairs <= min(self.num_keys, self.num_values):
             raise ValueError(
                 f"num_pairs = {self.num_pairs}, but there are {self.num_keys} keys and "
                 f"{self.num_values} values"
             )
-        shortest = min((self.seq_len, *self.eval_lengths))
-        crowded = bool(self.gaps) and 2 * self.num_pairs > self.region
-        if 3 * self.num_pairs > shortest or crowded:
+        shortest, in_region = min((self.seq_len, *self.eval_lengths)), 2 * self.num_pairs
+        if 3 * self.num_pairs > shortest or (self.gaps and in_region > self.region):
             raise ValueError(
-                f"num_pairs = {self.num_pairs} needs {3 * self.num_pairs} tokens, and "
-                f"{2 * self.num_pairs} in a region, but the shortest length is {shortest} and "
-                f"region = {self.region}"
+                f"num_pairs = {self.num_pairs} needs {3 * self.num_pairs} tokens, and {in_region} "
+                f"in a region, but the shortest length is {shortest} and region = {self.region}"
             )
-        if any(not 0 <= gap <= self.placed_length - 2 * self.region for gap in self.gaps):
+        longest = self.placed_length - 2 * self.region
+        if any(not 0 <= gap <= longest for gap in self.gaps):
             raise ValueError(
                 f"placed_length = {self.placed_length} and region = {self.region} leave gaps of 0 "
-                f"to {self.placed_length - 2 * self.region}, but they are {self.gaps}"
+                f"to {longest}, but they are {self.gaps}"
             )
 
     @property
@@ -89,65 +92,50 @@ class LengthRecall:
         return self.num_keys + self.num_values + self.num_noise
 
     @property
-    def max_length(self) -> int:
-        """The longest sequence of the evaluation, or of training."""
-        placed = self.placed_length if self.gaps else 0
-        return max(self.seq_len, placed, *self.eval_lengths)
+    def lengths(self) -> tuple[int, ...]:
+        return tuple(sorted({self.seq_len, *(cell.length for cell in self._cells())}))
 
     @property
-    def num_outputs(self) -> int:
-        """One logit a token."""
-        return self.vocab_size
+    def train_length(self) -> int:
+        return self.seq_len
+
+    def _cells(self) -> list[Cell]:
+        placed = [Cell(self.placed_length, gap) for gap in self.gaps]
+        return [Cell(length) for length in self.eval_lengths] + placed
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        """Make fresh examples of the training length, uniform layout."""
         generator = generator_of(self.name, seed, "train", step)
-        layout = uniform_layout(batch_size, self.num_pairs, self.seq_len, generator)
-        return self._batch(layout, self.seq_len, f"T={self.seq_len}", generator)
-
-    def steps_per_epoch(self, batch_size: int) -> int | None:
-        """There are no epochs: examples are always fresh."""
-        return None
+        return self._draw(Cell(self.seq_len), batch_size, generator)
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         """Make held-out examples: all lengths and gaps to test, the training length to validate."""
         check_split(split)
-        for cell in self._cells() if split == "test" else [f"T={self.seq_len}"]:
-            generator = generator_of(self.name, seed, split, cell)
-            layout, length = self._layout(cell, self.num_eval, generator)
-            yield from pieces_of(self._batch(layout, length, cell, generator), self.eval_batch_size)
+        for cell in self._cells() if split == "test" else [Cell(self.seq_len)]:
+            generator = generator_of(self.name, seed, split, cell.name)
+            yield from self._draw(cell, self.num_eval, generator).split(self.eval_batch_size)
 
-    def _cells(self) -> list[str]:
-        return [f"T={length}" for length in self.eval_lengths] + [f"D={gap}" for gap in self.gaps]
-
-    def _layout(self, cell: str, num_rows: int, generator: torch.Generator) -> tuple[Layout, int]:
-        """Draw a cell's layout; return it with the length of its sequences."""
-        kind, number = cell.split("=")
-        if kind == "T":
-            return uniform_layout(num_rows, self.num_pairs, int(number), generator), int(number)
-        queries = self.placed_length - self.region
-        pairs = queries - self.region - int(number)
-        layout = placed_layout(num_rows, self.num_pairs, pairs, queries, self.region, generator)
-        return layout, self.placed_length
-
-    def _batch(self, layout: Layout, length: int, cell: str, generator: torch.Generator) -> Batch:
-        num_rows = len(layout.key)
-        first_noise = self.num_keys + self.num_values
-        ids = torch.randint(first_noise, self.vocab_size, (num_rows, length), generator=generator)
-        key = distinct(num_rows, self.num_pairs, self.num_keys, generator)
-        value = distinct(num_rows, self.num_pairs, self.num_values, generator) + self.num_keys
+    def _draw(self, cell: Cell, num_examples: int, generator: torch.Generator) -> Batch:
+        layout = self._layout(cell, num_examples, generator)
+        first_noise, shape = self.num_keys + self.num_values, (num_examples, cell.length)
+        ids = torch.randint(first_noise, self.vocab_size, shape, generator=generator)
+        key = distinct(num_examples, self.num_pairs, self.num_keys, generator)
+        value = distinct(num_examples, self.num_pairs, self.num_values, generator) + self.num_keys
         ids.scatter_(1, layout.key, key).scatter_(1, layout.key + 1, value)
         ids.scatter_(1, layout.query, key)
         rows, order = layout.query.sort(-1)
-        return Batch({"token_ids": ids}, rows, value.gather(1, order), cell)
+        return Batch({"token_ids": ids}, rows, value.gather(1, order), cell.name)
 
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy over all tokens, averaged over queries."""
-        return cross_entropy(outputs, batch)
-
-    def score(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the fraction (B,) of an example's queries that are answered right."""
-        return fraction_right(outputs, batch)
+    def _layout(self, cell: Cell, num_examples: int, generator: torch.Generator) -> Layout:
+        """Draw a uniform layout; or pairs in one region and queries in the last, in any orders."""
+        if cell.gap is None:
+            return uniform_layout(num_examples, self.num_pairs, cell.length, generator)
+        # As below, pairs are first shrunk to one token each.
+        shrunk = distinct(num_examples, self.num_pairs, self.region - self.num_pairs, generator)
+        key = shrunk.sort(-1).values + torch.arange(self.num_pairs)
+        query = distinct(num_examples, self.num_pairs, self.region, generator)
+        return Layout(
+            key + cell.length - 2 * self.region - cell.gap, query + cell.length - self.region
+        )
 
     def schedules(self, length: int) -> dict[str, BoundarySchedule]:
         """Return the paper's boundary schedules with a long-range branch, for a length."""
@@ -166,15 +154,14 @@ class LengthRecall:
             "a random value of the sequence": 100 / self.num_pairs,
         }
         for cell in self._cells():
-            layout, length = self._layout(cell, 200, generator_of(self.name, "controls", cell))
-            for arm, schedule in self.schedules(length).items():
-                boundary = _boundaries(schedule, length)[layout.query]
-                share = (layout.key + 1 < boundary).double().mean().item()
-                controls[f"value behind the boundary, {arm}, {cell}"] = 100 * share
+            layout = self._layout(cell, 200, generator_of(self.name, "controls", cell.name))
+            for arm, schedule in self.schedules(cell.length).items():
+                boundary = _boundaries(schedule, cell.length)[layout.query]
+                behind = (layout.key + 1 < boundary).double().mean().item()
+                controls[f"value behind the boundary, {arm}, {cell.name}"] = 100 * behind
         return controls
 
     def describe(self) -> str:
-        """Describe the task and what was chosen where the paper is silent."""
         return (
             f"Recall at longer lengths: {self.num_pairs} pairs of a key and a value among noise, "
             "every key once with its value and once later as a query, on which the value is "
@@ -212,30 +199,7 @@ def uniform_layout(
     return Layout(place.gather(1, pair), place.gather(1, query))
 
 
-def placed_layout(
-    num_rows: int,
-    num_pairs: int,
-    pairs_start: int,
-    queries_start: int,
-    region: int,
-    generator: torch.Generator,
-) -> Layout:
-    """Draw pairs in one region and queries in another, uniformly and in unrelated orders.
-
-    >>> layout = placed_layout(2, 4, 2, 24, 8, torch.Generator().manual_seed(0))
-    >>> layout.key.sort(-1)[0]  # four pairs fill a region of eight tokens
-    tensor([[2, 4, 6, 8],
-            [2, 4, 6, 8]])
-    >>> bool(((layout.query >= 24) & (layout.query < 32)).all())
-    True
-    """
-    shrunk = distinct(num_rows, num_pairs, region - num_pairs, generator).sort(-1).values
-    key = pairs_start + shrunk + torch.arange(num_pairs)
-    query = queries_start + distinct(num_rows, num_pairs, region, generator)
-    return Layout(key, query)
-
-
 def _boundaries(schedule: BoundarySchedule, length: int) -> Tensor:
     """Return n(t) of every position, (T,)."""
-    parts = [torch.full((s.stop - s.start,), s.boundary) for s in schedule.segments(length)]
-    return torch.cat(parts)
+    segments = schedule.segments(length)
+    return torch.cat([torch.full((each.stop - each.start,), each.boundary) for each in segments])

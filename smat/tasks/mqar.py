@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smat.tasks.epochs import pieces_of, place_of, steps_per_epoch
-from smat.tasks.recall import check_split, cross_entropy, fraction_right
-from smat.tasks.sampling import distinct, weighted_order
+from smat.tasks.recall import RecallInEpochs, distinct, restore_tuples
 from smat.tasks.task import Batch, generator_of
 
-TRAIN_LOADS = (
-    (64, 4, 100_000),
-    (128, 8, 20_000),
-    (256, 16, 20_000),
-    (256, 32, 20_000),
-    (256, 64, 20_000),
-)
+TRAIN_LOADS = ((64, 4, 100_000), (128, 8, 20_000), *((256, N, 20_000) for N in (16, 32, 64)))
 EVAL_LOADS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64))
 
 
 @dataclass(frozen=True)
-class MQAR:
+class MQAR(RecallInEpochs):
     """N pairs of a key and a value, then every key once more: recall its value there.
 
     >>> task = MQAR(32, train_loads=((16, 2, 100),), eval_loads=((16, 2),), random_fillers=False)
@@ -43,8 +34,7 @@ class MQAR:
     the other places hold random tokens. The value is to be predicted on the key; it is not there
     behind it.
 
-    A load is (T, N, examples to train on), or (T, N) to evaluate on. The examples of an epoch are
-    the same in every epoch, and no batch mixes loads.
+    A load is (T, N, examples to train on), or (T, N) to evaluate on.
 
     Paper: V = `vocab_size`; a = `power` (Zoology's `power_a`).
     """
@@ -59,12 +49,9 @@ class MQAR:
     shuffle_batches: bool = False
 
     name: ClassVar[str] = "mqar"
-    payload_dim: ClassVar[int] = 0
 
     def __post_init__(self) -> None:
-        # Lists, which JSON knows alone, become tuples again, so that equal tasks are equal.
-        for field in ("train_loads", "eval_loads"):
-            object.__setattr__(self, field, tuple(map(tuple, getattr(self, field))))
+        restore_tuples(self, "train_loads", "eval_loads")
         for seq_len, num_pairs, *_ in self.train_loads + self.eval_loads:
             if not 1 <= num_pairs <= seq_len // 4:
                 raise ValueError(
@@ -82,70 +69,34 @@ class MQAR:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of all loads."""
         return tuple(sorted({load[0] for load in self.train_loads + self.eval_loads}))
 
-    @property
-    def max_length(self) -> int:
-        """The longest load."""
-        return max(load[0] for load in self.train_loads + self.eval_loads)
+    def loads_of(self, split: str) -> list[tuple[tuple[int, int], int]]:
+        if split == "train":
+            return [((seq_len, num_pairs), count) for seq_len, num_pairs, count in self.train_loads]
+        return [(load, self.num_eval) for load in self.eval_loads]
 
-    @property
-    def num_outputs(self) -> int:
-        """One logit a token."""
-        return self.vocab_size
-
-    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        """Make the batch of a step; the same batches come back in every epoch."""
-        counts = [load[2] for load in self.train_loads]
-        place = place_of(step, batch_size, counts, seed if self.shuffle_batches else None)
-        seq_len, num_pairs, _ = self.train_loads[place.load]
-        generator = generator_of(self.name, seed, "train", place.load, batch_size, place.number)
-        return self._batch(place.size, seq_len, num_pairs, generator)
-
-    def steps_per_epoch(self, batch_size: int) -> int:
-        """Count the batches of all loads."""
-        return steps_per_epoch([load[2] for load in self.train_loads], batch_size)
-
-    def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
-        """Make the held-out examples, load after load; `eval_batch_size` does not change them."""
-        check_split(split)
-        for load, (seq_len, num_pairs) in enumerate(self.eval_loads):
-            generator = generator_of(self.name, seed, split, load)
-            whole = self._batch(self.num_eval, seq_len, num_pairs, generator)
-            yield from pieces_of(whole, self.eval_batch_size)
-
-    def _batch(
-        self, batch_size: int, seq_len: int, num_pairs: int, generator: torch.Generator
-    ) -> Batch:
-        keys = distinct(batch_size, num_pairs, self._first_value - 1, generator) + 1
+    def draw(self, load: tuple[int, int], num_examples: int, generator: torch.Generator) -> Batch:
+        seq_len, num_pairs = load
+        keys = distinct(num_examples, num_pairs, self._first_value - 1, generator) + 1
         num_values = self.vocab_size - self._first_value
-        values = distinct(batch_size, num_pairs, num_values, generator) + self._first_value
-        ids = torch.zeros(batch_size, seq_len, dtype=torch.long)
+        values = distinct(num_examples, num_pairs, num_values, generator) + self._first_value
+        ids = torch.zeros(num_examples, seq_len, dtype=torch.long)
         if self.random_fillers:
-            ids = torch.randint(self.vocab_size, (batch_size, seq_len), generator=generator)
+            ids = torch.randint(self.vocab_size, (num_examples, seq_len), generator=generator)
         ids[:, 0 : 2 * num_pairs : 2] = keys
         ids[:, 1 : 2 * num_pairs : 2] = values
-        rows = 2 * (num_pairs + self._gaps(batch_size, seq_len, num_pairs, generator))
+        rows = 2 * (num_pairs + self._gaps(load, num_examples, generator))
         ids.scatter_(1, rows, keys)
         rows, order = rows.sort(-1)
-        return Batch({"token_ids": ids}, rows, values.gather(1, order), _cell(seq_len, num_pairs))
+        return Batch({"token_ids": ids}, rows, values.gather(1, order), _cell(load))
 
-    def _gaps(
-        self, num_rows: int, seq_len: int, num_pairs: int, generator: torch.Generator
-    ) -> Tensor:
+    def _gaps(self, load: tuple[int, int], num_rows: int, generator: torch.Generator) -> Tensor:
         """Draw g_1, ..., g_N: one after another, so early pairs tend to be asked for early."""
+        seq_len, num_pairs = load
         num_gaps = (seq_len - 2 * num_pairs) // 2
         weights = torch.arange(1, num_gaps + 1).double() ** (self.power - 1)
         return weighted_order(num_rows, weights, generator)[:, :num_pairs]
-
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the cross-entropy over all tokens, averaged over queries."""
-        return cross_entropy(outputs, batch)
-
-    def score(self, outputs: Tensor, batch: Batch) -> Tensor:
-        """Return the fraction (B,) of an example's queries that are answered right."""
-        return fraction_right(outputs, batch)
 
     def controls(self) -> dict[str, float]:
         """Return chance levels, and how many queries lie behind the middle of the sequence."""
@@ -155,28 +106,44 @@ class MQAR:
             "a random value": 100 / num_values,
             "a random value of the context": sum(guesses) / len(guesses),
         }
-        for seq_len, num_pairs in self.eval_loads:
-            gaps = self._gaps(20_000, seq_len, num_pairs, generator_of(self.name, "controls"))
+        for load in self.eval_loads:
+            seq_len, num_pairs = load
+            gaps = self._gaps(load, 20_000, generator_of(self.name, "controls"))
             recent = (2 * (num_pairs + gaps) >= seq_len // 2).double().mean().item()
-            controls[f"queries in the second half, {_cell(seq_len, num_pairs)}"] = 100 * recent
+            controls[f"queries in the second half, {_cell(load)}"] = 100 * recent
         return controls
 
     def describe(self) -> str:
-        """Describe the task and what was chosen where the paper is silent."""
         train = ", ".join(f"({T}, {N}) x {count}" for T, N, count in self.train_loads)
         test = ", ".join(str(load) for load in self.eval_loads)
-        order = "in an order shuffled each epoch" if self.shuffle_batches else "load after load"
         return (
             f"Multi-query associative recall over {self.vocab_size} tokens, with the distribution "
             f"of the Zoology generator (gap exponent {self.power}). Loads (T, N) to train on: "
-            f"{train}, batches {order}; held out, {self.num_eval} examples each: {test}. Accuracy "
-            "is the mean over the queries of an example, then over examples, then over loads. The "
-            "paper does not list the held-out loads: chosen are Zoology's up to length 256. Its "
-            "pipeline takes the loads in order, while the authors' published settings shuffle "
-            "the batches: both are offered. The last epoch counts, not the best one. From N = T/4 "
-            "on, the pairs fill the first half, so every query lies behind the boundary."
+            f"{train}, batches {self.describe_order()}; held out, {self.num_eval} examples each: "
+            f"{test}. Accuracy is the mean over the queries of an example, then over examples, "
+            "then over loads. The paper does not list the held-out loads: chosen are Zoology's up "
+            "to length 256. Its pipeline takes the loads in order, while the authors' published "
+            "settings shuffle the batches: both are offered. The last epoch counts, not the best "
+            "one. From N = T/4 on, the pairs fill the first half, so every query lies behind the "
+            "boundary."
         )
 
 
-def _cell(seq_len: int, num_pairs: int) -> str:
-    return f"T={seq_len},N={num_pairs}"
+def weighted_order(num_rows: int, weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw all indices one after another without replacement, each with odds like its weight.
+
+    >>> order = weighted_order(4000, torch.tensor([1.0, 3.0]), torch.Generator().manual_seed(0))
+    >>> round((order[:, 0] == 1).double().mean().item(), 1)
+    0.8
+
+    A race: index g finishes after an exponential time of rate w(g), which is -log(1 - u) / w(g).
+    It comes first with probability w(g) / sum w, and waiting times have no memory, so that the
+    order of arrival is the order of drawing.
+    """
+    # Not `exponential_`, which draws other numbers where torch is built with another library.
+    uniform = torch.rand(num_rows, len(weights), generator=generator, dtype=torch.float64)
+    return (torch.log1p(-uniform) / weights).argsort(-1, descending=True)
+
+
+def _cell(load: tuple[int, int]) -> str:
+    return f"T={load[0]},N={load[1]}"

@@ -12,15 +12,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from smat.geometry import Geometry
-from smat.tasks.recall import check_split
-from smat.tasks.sampling import distinct
-from smat.tasks.task import Batch, generator_of
+from smat.tasks.recall import check_split, distinct
+from smat.tasks.task import Batch, Task, generator_of
 
 FIRST_KEY = 1  # 0 is left for padding
 
 
 @dataclass(frozen=True)
-class MultiKeyRecall:
+class MultiKeyRecall(Task):
     """Pairs of a key and a payload lie among noise; an answer row names k keys.
 
     >>> task = MultiKeyRecall(num_keys=2, seq_len=128)
@@ -34,9 +33,7 @@ class MultiKeyRecall:
 
     A key stands at an even place of the first half, the marker behind it, and the marker carries
     the payload e_i of the i-th pair: filed under the token before, a payload lies under its key.
-    The last k tokens up to an answer row are the keys that it asks for.
-
-    Paper: k = `num_keys`, T = `seq_len`, N = `num_pairs`.
+    The last k = `num_keys` tokens up to an answer row are the keys that it asks for.
     """
 
     num_keys: int
@@ -57,9 +54,9 @@ class MultiKeyRecall:
                 "1 <= num_keys <= num_pairs <= key_alphabet is needed, but they are "
                 f"{self.num_keys}, {self.num_pairs} and {self.key_alphabet}"
             )
-        if len(self._slots) < self.num_pairs:
+        if self._num_slots < self.num_pairs:
             raise ValueError(
-                f"seq_len = {self.seq_len} has {len(self._slots)} places for pairs in its first "
+                f"seq_len = {self.seq_len} has {self._num_slots} places for pairs in its first "
                 f"half, but num_pairs = {self.num_pairs}"
             )
         if self._spacing < self.num_keys:
@@ -89,14 +86,12 @@ class MultiKeyRecall:
         return self.num_pairs
 
     @property
-    def max_length(self) -> int:
-        """All sequences have one length."""
-        return self.seq_len
+    def lengths(self) -> tuple[int, ...]:
+        return (self.seq_len,)
 
     @property
-    def lengths(self) -> tuple[int, ...]:
-        """All sequences have one length."""
-        return (self.seq_len,)
+    def keys_per_query(self) -> int:
+        return self.num_keys
 
     @property
     def num_outputs(self) -> int:
@@ -104,40 +99,32 @@ class MultiKeyRecall:
         return self.num_pairs
 
     @property
-    def _slots(self) -> range:
-        return range(0, self.num_distant - 2, 2)
+    def _num_slots(self) -> int:
+        return len(range(0, self.num_distant - 2, 2))
 
     @property
     def _spacing(self) -> int:
         return (self.seq_len - self.num_distant) // self.num_answers
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
-        """Make fresh examples for a step."""
-        return self._batch(batch_size, generator_of(self.name, seed, "train", step))
-
-    def steps_per_epoch(self, batch_size: int) -> int | None:
-        """There are no epochs: examples are always fresh."""
-        return None
+        return self._draw(batch_size, generator_of(self.name, seed, "train", step))
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         """Make 8 batches of 32 sequences with 8 answers each: 2,048 queries."""
         check_split(split)
         for index in range(self.num_eval_batches):
-            yield self._batch(self.eval_batch_size, generator_of(self.name, seed, split, index))
+            yield self._draw(self.eval_batch_size, generator_of(self.name, seed, split, index))
 
-    def _batch(self, batch_size: int, generator: torch.Generator) -> Batch:
+    def _draw(self, batch_size: int, generator: torch.Generator) -> Batch:
         """Write noise everywhere, then the pairs, then the keys that the answer rows name."""
         shape = (batch_size, self.seq_len)
         ids = torch.randint(self.marker + 1, self.vocab_size, shape, generator=generator)
-        slot = distinct(batch_size, self.num_pairs, len(self._slots), generator)
-        place = slot.sort(-1).values * 2
+        place = distinct(batch_size, self.num_pairs, self._num_slots, generator).sort(-1).values * 2
         key = distinct(batch_size, self.num_pairs, self.key_alphabet, generator) + FIRST_KEY
         ids.scatter_(1, place, key).scatter_(1, place + 1, self.marker)
-
         payload = torch.zeros(*shape, self.num_pairs)
         example = torch.arange(batch_size)[:, None]
         payload[example, place + 1, torch.arange(self.num_pairs)] = 1.0
-
         num_queries = batch_size * self.num_answers
         asked = distinct(num_queries, self.num_keys, self.num_pairs, generator)
         asked = asked.view(batch_size, self.num_answers, self.num_keys)
@@ -158,12 +145,9 @@ class MultiKeyRecall:
         return ((outputs > 0.5) == (batch.targets > 0.5)).all(-1).float()
 
     def controls(self) -> dict[str, float]:
-        """Return what a model reaches that ignores the query, and how often some head can see all.
-
-        The coverage is that of rule-chosen directions at the field size of this length.
-        """
-        share = self.num_keys / self.num_pairs
-        entropy = -sum(p * math.log(p) for p in (share, 1 - share) if p > 0)
+        """Return what a model reaches that ignores the query, and how often some head sees all."""
+        odds = self.num_keys / self.num_pairs
+        entropy = -sum(p * math.log(p) for p in (odds, 1 - odds) if p > 0)
         controls = {
             "loss of a constant predictor (nats)": entropy,
             "constant predictor": 100.0 * (self.num_keys == self.num_pairs),
@@ -176,7 +160,6 @@ class MultiKeyRecall:
         return controls
 
     def describe(self) -> str:
-        """Describe the task and what was chosen where the paper is silent."""
         return (
             f"Multi-key subset recall: T = {self.seq_len}, {self.num_pairs} pairs of a key and a "
             f"payload at random even places of the first half, {self.num_answers} answer rows at "
@@ -198,10 +181,8 @@ def coverage(geometry: Geometry, num_keys: int, num_heads: int) -> float:
     [16.3, 33.9]
 
     k cells lie on one hyperplane unless their k - 1 differences span F_q^D, which uniform vectors
-    do with probability (1 - q^-(k-1)) (1 - q^-(k-2)) ... (1 - q^-(k-D)). A hyperplane that holds
-    them need not hold them alone.
-
-    Paper: k = `num_keys`, D = `geometry.ambient_dim`.
+    do with probability (1 - q^-(k-1)) (1 - q^-(k-2)) ... (1 - q^-(k-D)), D = `ambient_dim`. A
+    hyperplane that holds them need not hold them alone.
     """
     if geometry.ambient_dim == 0:
         return 1.0  # the only hyperplane is the whole space

@@ -10,15 +10,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smat.masks import SMatMask
-from smat.masks.vc import count_traces_of_sets
-from smat.tasks.task import Batch, generator_of
+from smat.masks import SMatMask, count_traces_of_sets
+from smat.tasks.task import Batch, Task, generator_of
 
 NUM_CANDIDATES = 96  # random distant positions among which a further landmark is chosen
 
 
 @dataclass(frozen=True)
-class SubsetRouting:
+class SubsetRouting(Task):
     """Return the payloads of the requested landmarks and nothing of the others.
 
     >>> task = SubsetRouting(num_landmarks=3, vc_dim=2)
@@ -61,17 +60,16 @@ class SubsetRouting:
 
     @property
     def payload_dim(self) -> int:
-        """One channel a landmark."""
         return self.num_landmarks
-
-    @property
-    def max_length(self) -> int:
-        """The positions up to the last row that is ever asked: nothing behind it matters."""
-        return int(self.rows.max()) + 1
 
     @property
     def num_outputs(self) -> int:
         return self.num_landmarks
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The positions up to the last row that is ever asked: nothing behind it matters."""
+        return (int(self.rows.max()) + 1,)
 
     @property
     def mask(self) -> SMatMask:
@@ -99,18 +97,14 @@ class SubsetRouting:
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         return self._draw(batch_size, generator_of(self.name, "train", seed, step))
 
-    def steps_per_epoch(self, batch_size: int) -> None:
-        """Examples are always fresh."""
-
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         yield self._draw(self.num_eval, generator_of(self.name, split, seed))
 
-    def _draw(self, batch: int, generator: torch.Generator) -> Batch:
+    def _draw(self, num_examples: int, generator: torch.Generator) -> Batch:
         k = self.num_landmarks
-        amounts = torch.randn(batch, k, generator=generator)
-        request = torch.randint(1 << k, (batch,), generator=generator)
-        wanted = _bits(request, k)
-        targets = amounts * wanted
+        amounts = torch.randn(num_examples, k, generator=generator)
+        request = torch.randint(1 << k, (num_examples,), generator=generator)
+        targets = amounts * _bits(request, k)
         inputs = {"payload": amounts, "request": request}
         return Batch(inputs, self.rows[request, None], targets[:, None])
 
@@ -150,16 +144,14 @@ def _bits(number: Tensor, width: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _landmarks(mask: SMatMask, count: int, seed: int) -> Tensor:
-    geometry, distant = mask.geometry, mask.num_distant
-    recent = distant + geometry.num_types
-    witness = geometry.basis_profiles().tolist()[: max(0, count - 1)]
-    chosen = [*witness, recent]
+    recent = mask.num_distant + mask.geometry.num_types
+    chosen = [*mask.geometry.basis_profiles().tolist()[: max(0, count - 1)], recent]
     if len(chosen) > count or recent >= mask.seq_len:
         raise ValueError(f"{mask.describe()} has no room for {count} landmarks and their rows")
     support = mask.dense()
     for extra in range(count - len(chosen)):
         generator = generator_of("subset_routing", "landmarks", seed, extra)
-        free = torch.randperm(distant, generator=generator)
+        free = torch.randperm(mask.num_distant, generator=generator)
         free = free[~torch.isin(free, torch.tensor(chosen))][:NUM_CANDIDATES]
         sets = torch.cat([torch.tensor(chosen).expand(len(free), -1), free[:, None]], 1)
         best = int(count_traces_of_sets(support, sets).argmax())

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import smat
-from smat.models import SubsetRoutingModel
+from smat.models import RoutingModelConfig
 from smat.ops.feature_maps import Favor
-from smat.tasks import SubsetRouting
+from smat.tasks import MQAR, SubsetRouting
 
 ARMS = ["smat", "softmax", "mamba2", "deltanet", "gated_deltanet", "log_linear"]
 
@@ -18,7 +18,7 @@ def small_task(vc_dim=2, **fields):
 def test_smat_equals_the_dense_oracle_example_by_example():
     """Lay each example out as a sequence of values, and attend from its row."""
     task = small_task()
-    model = SubsetRoutingModel("smat", task, vc_dim=2).double()
+    model = RoutingModelConfig("smat", vc_dim=2).build(task).double()
     batch = task.train_batch(step=0, batch_size=16, seed=0)
     payload, request = batch.inputs["payload"].double(), batch.inputs["request"]
     x, length = model.position, task.max_length
@@ -36,7 +36,7 @@ def test_smat_equals_the_dense_oracle_example_by_example():
 @pytest.mark.parametrize("mixer", ARMS)
 def test_no_row_sees_a_landmark_behind_it(mixer):
     task = small_task(vc_dim=1)
-    model = SubsetRoutingModel(mixer, task)
+    model = RoutingModelConfig(mixer).build(task)
     share = model.coefficients()
     behind = model.rows[:, None] < task.landmarks
     assert behind.any()
@@ -46,7 +46,7 @@ def test_no_row_sees_a_landmark_behind_it(mixer):
 
 def test_smat_makes_nothing_of_landmarks_off_the_trace():
     task = small_task(vc_dim=2)
-    model = SubsetRoutingModel("smat", task, vc_dim=2)
+    model = RoutingModelConfig("smat", vc_dim=2).build(task)
     seen = task.mask.dense()[model.rows][:, task.landmarks]
     assert torch.equal(model.coefficients() != 0, seen)
 
@@ -54,7 +54,7 @@ def test_smat_makes_nothing_of_landmarks_off_the_trace():
 @pytest.mark.parametrize("mixer", ARMS)
 def test_every_parameter_of_the_mixer_learns(mixer):
     task = small_task(vc_dim=1)
-    model = SubsetRoutingModel(mixer, task)
+    model = RoutingModelConfig(mixer).build(task)
     batch = task.train_batch(step=0, batch_size=8, seed=0)
     task.loss(model(rows=batch.rows, **batch.inputs), batch).backward()
     unused = {name for name, p in model.named_parameters() if p.grad is None}
@@ -65,12 +65,14 @@ def test_every_parameter_of_the_mixer_learns(mixer):
 
 def test_a_request_in_content_is_read_where_all_landmarks_are_seen():
     task = small_task(vc_dim=1, content=True)
-    model = SubsetRoutingModel("softmax", task)
+    model = RoutingModelConfig("softmax").build(task)
     assert (task.rows >= task.landmarks.max()).all()
     assert model.coefficients().shape == (8, 3)
     assert not torch.allclose(*model.coefficients()[[0, 7]])
 
 
-def test_an_unknown_mixer_is_refused():
+def test_an_unknown_mixer_and_a_task_without_landmarks_are_refused():
     with pytest.raises(ValueError, match="one of smat, softmax"):
-        SubsetRoutingModel("transformer", small_task())
+        RoutingModelConfig("transformer").build(small_task())
+    with pytest.raises(ValueError, match=r"landmarks, got MQAR\("):
+        RoutingModelConfig("smat").build(MQAR())

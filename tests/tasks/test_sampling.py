@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from smat.tasks.sampling import distinct, weighted_order
+from smat.tasks.mqar import weighted_order
+from smat.tasks.recall import distinct
 
 
 def generator(seed: int = 0) -> torch.Generator:
