@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smat.tasks.task import Batch, Task
+from smat.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def evaluate(
             batch = batch.to(device)
             outputs = model(rows=batch.rows, **batch.inputs).float()
             scores[batch.cell].append(task.score(outputs, batch).double().flatten())
-            losses.append(task.loss(outputs, batch).double() * _size(batch))
-            num_examples += _size(batch)
+            losses.append(task.loss(outputs, batch).double() * len(batch.rows))
+            num_examples += len(batch.rows)
     finally:
         model.train(was_training)
     if not losses:
@@ -55,7 +55,3 @@ def evaluate(
     by_cell = {cell: 100 * torch.cat(found).mean().item() for cell, found in scores.items()}
     loss = torch.stack(losses).sum().item() / num_examples
     return Evaluation(sum(by_cell.values()) / len(by_cell), by_cell, loss)
-
-
-def _size(batch: Batch) -> int:
-    return batch.rows.shape[0]
