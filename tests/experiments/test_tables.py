@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from smat.experiments import mqar
-from smat.experiments.registry import EXPERIMENTS
 from smat.experiments.run import Run
+from smat.experiments.tables import EXPERIMENTS, mqar
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[2] / "smat" / "experiments" / "published.json").read_text()
@@ -27,7 +26,7 @@ def test_runs_are_distinct_and_come_back_from_json(name, preset):
         assert run.preset == preset
         assert run.arm in experiment.arms
         assert run.cell in experiment.cells or run.cell == "all"
-    again = Run.from_dict(json.loads(json.dumps(runs[-1].to_dict())))
+    again = Run.model_validate(json.loads(json.dumps(runs[-1].to_dict())))
     assert again == runs[-1]
     assert again.key == runs[-1].key
 

@@ -1,10 +1,12 @@
 """One skeleton, injected mixers: only wanted rows, every parameter learning, clear refusals."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from smat.experiments.multi_key_recall import ARMS, model_of
-from smat.experiments.recall_models import recall_arms, recall_model
+from smat.experiments.tables.mqar import RECIPE, recall_arms
+from smat.experiments.tables.multi_key_recall import PRESETS, arms
 from smat.models import ModelConfig, build_model
 from smat.tasks import MQAR, LengthRecall, MultiKeyRecall
 
@@ -13,6 +15,8 @@ RECALL = MQAR(
     32, train_loads=((16, 2, 100), (64, 4, 100)), eval_loads=((16, 2), (64, 4)), num_eval=8
 )
 KEYS = MultiKeyRecall(num_keys=2, seq_len=64, num_pairs=4, num_answers=4)
+KEY_ARMS = arms(replace(PRESETS["quick"], width=32), KEYS)
+RECALL_ARMS = recall_arms(RECALL, 32, RECIPE)
 
 
 def build(config, task):
@@ -24,9 +28,9 @@ def doubles(batch):
     return {name: x.double() if x.is_floating_point() else x for name, x in batch.inputs.items()}
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", KEY_ARMS)
 def test_rows_alone_equal_rows_of_the_whole(arm):
-    model = build(model_of(arm, 32, 64), KEYS)
+    model = build(KEY_ARMS[arm].model, KEYS)
     batch = KEYS.train_batch(step=0, batch_size=2, seed=0)
     inputs = doubles(batch)
     some, whole = model(rows=batch.rows, **inputs), model(**inputs)
@@ -34,10 +38,10 @@ def test_rows_alone_equal_rows_of_the_whole(arm):
     torch.testing.assert_close(some, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("arm", recall_arms())
+@pytest.mark.parametrize("arm", RECALL_ARMS)
 @pytest.mark.parametrize("step", [0, 1])  # one batch of each length
 def test_recall_models_learn_at_every_length(arm, step):
-    model = build(recall_model(arm, 32), RECALL)
+    model = build(RECALL_ARMS[arm].model, RECALL)
     batch = RECALL.train_batch(step, 100, seed=0)
     out = model(rows=batch.rows, **batch.inputs)
     assert out.shape == (*batch.rows.shape, 32)
@@ -51,7 +55,7 @@ def test_recall_models_learn_at_every_length(arm, step):
 
 
 def test_answers_in_the_first_half_ignore_what_follows():
-    model = build(recall_model("mamba2_smat_d2", 32), RECALL)
+    model = build(RECALL_ARMS["mamba2_smat_d2"].model, RECALL)
     ids = RECALL.train_batch(1, 4, 0).inputs["token_ids"]
     changed = ids.clone()
     changed[:, -1] = (changed[:, -1] + 1) % 32

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
-from smat.experiments.recall_models import BACKBONES, recall_arms, recall_model
-from smat.experiments.run import Experiment, Run
-from smat.models import ModelConfig
+from smat.experiments.run import Arm, Experiment, Run, Seeds
+from smat.experiments.tables.mqar import (
+    MAMBA2,
+    RecallPreset,
+    delta_options,
+    recall_arms,
+    two_layers,
+)
 from smat.tasks import JointRecall
 from smat.training import TrainingConfig
 
@@ -20,77 +22,79 @@ guess from one field of the query alone is among the controls. The mixtures of m
 updates of Gated DeltaNet in the four memories that a router chooses for each token, as many in \
 all as d = 3 has profiles, or profiles and types; no memory is shared, nothing is reset."""
 
-MATCHED_WIDTH = {"mamba2": 168, "gated_deltanet": 168}  # within 1 % of the parameters of d = 3
-MIXTURES = {
-    "mom_profile": "Mixture of memories, as many as profiles of d = 3",
-    "mom_storage": "Mixture of memories, as many as profiles and types",
-}
-ARMS = (
-    recall_arms()
-    | {f"{name}_matched": f"{label}, parameters matched" for name, label in BACKBONES.items()}
-    | MIXTURES
+MATCHED_WIDTH = 168  # of both backbones: within 1 % of the parameters of d = 3
+RECIPE = TrainingConfig(
+    steps=32 * JointRecall().steps_per_epoch(256),
+    batch_size=256,
+    learning_rate=3e-3,
+    optimizer="adamw",
+    weight_decay=0.1,
+    schedule="cosine",
 )
-CELLS = {"accuracy": "accuracy"}
+SMALL_RECIPE = RECIPE.model_copy(update={"steps": 3000, "batch_size": 64, "eval_every": 500})
 PRESETS = {
-    "quick": "loads of 4 and 16 bindings, width 32, Mamba-2 alone and with d = 2, 300 steps of 64",
-    "standard": "loads of 4, 16 and 32 bindings, width 32, Mamba-2 forms, 3,000 steps of 64",
-    "paper": "as in the paper: five loads, 32 epochs of 180,000 examples, three seeds, in fp32",
+    "quick": RecallPreset(
+        reduced="loads of 4 and 16 bindings, width 32, Mamba-2 alone and with d = 2, "
+        "300 steps of 64",
+        task=JointRecall(loads=((1, 4), (2, 8)), num_validation=500),
+        widths=(32,),
+        training=SMALL_RECIPE.model_copy(update={"steps": 300}),
+        arms=("mamba2", "mamba2_smat_d2"),
+    ),
+    "standard": RecallPreset(
+        reduced="loads of 4, 16 and 32 bindings, width 32, Mamba-2 forms, 3,000 steps of 64",
+        task=JointRecall(loads=((1, 4), (2, 8), (4, 8)), num_validation=500),
+        widths=(32,),
+        training=SMALL_RECIPE,
+        arms=("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d3"),
+    ),
+    "paper": RecallPreset(
+        reduced="as in the paper: five loads, 32 epochs of 180,000 examples, three seeds, in fp32",
+        task=JointRecall(),
+        widths=(64,),
+        training=RECIPE,
+        seeds=(123, 456, 789),
+    ),
 }
-SEEDS = {"quick": (0,), "standard": (0,), "paper": (123, 456, 789)}
-LOADS = {"quick": ((1, 4), (2, 8)), "standard": ((1, 4), (2, 8), (4, 8))}
-QUICK_ARMS = ("mamba2", "mamba2_smat_d2")
-STANDARD_ARMS = ("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d3")
 
 
-def model_of(arm: str, width: int) -> ModelConfig:
-    """Return the model of an arm; a matched backbone is wider."""
-    if arm in MIXTURES:
-        options = {"num_heads": 2, "head_dim": 16, "vc_dim": 3}
-        options["count_types"] = int(arm == "mom_storage")
-        return ModelConfig("mixture_of_memories", width, num_layers=2, options=options, tied=True)
-    if not arm.endswith("_matched"):
-        return recall_model(arm, width)
-    backbone = arm.removesuffix("_matched")
-    return replace(recall_model(backbone, width), width=MATCHED_WIDTH[backbone])
+def arms(preset: RecallPreset) -> dict[str, Arm]:
+    """Return the rows of the table: those of multi-query recall, matched backbones, mixtures."""
+    (width,), task, training = preset.widths, preset.task, preset.training
+    balanced = training.model_copy(update={"balance_weight": 0.01})
+    wide_delta = two_layers("gated_deltanet", MATCHED_WIDTH, **delta_options(width))
+    wide_mamba2 = two_layers("mamba2", MATCHED_WIDTH, **MAMBA2)
+
+    def mixture(label: str, count_types: int) -> Arm:
+        model = two_layers(
+            "mixture_of_memories", width, num_heads=2, vc_dim=3, count_types=count_types
+        )
+        return Arm(f"Mixture of memories, as many as {label}", task, model, balanced)
+
+    return {
+        **recall_arms(task, width, training),
+        "gated_deltanet_matched": Arm(
+            "Gated DeltaNet, parameters matched", task, wide_delta, training
+        ),
+        "mamba2_matched": Arm("Mamba-2, parameters matched", task, wide_mamba2, training),
+        "mom_profile": mixture("profiles of d = 3", count_types=0),
+        "mom_storage": mixture("profiles and types", count_types=1),
+    }
 
 
-def run(preset: str, arm: str, seed: int) -> Run:
-    """Return one run of the table."""
-    is_paper = preset == "paper"
-    task = JointRecall() if is_paper else JointRecall(loads=LOADS[preset], num_validation=500)
-    batch_size = 256 if is_paper else 64
-    steps = {"quick": 300, "standard": 3000}.get(preset)
-    training = TrainingConfig(
-        steps=32 * task.steps_per_epoch(batch_size) if steps is None else steps,
-        batch_size=batch_size,
-        learning_rate=3e-3,
-        optimizer="adamw",
-        weight_decay=0.1,
-        schedule="cosine",
-        eval_every=0 if is_paper else 500,
-        balance_weight=0.01 if "smat" in arm or arm in MIXTURES else 0.0,
-    )
-    model = model_of(arm, 64 if is_paper else 32)
-    return Run("joint-recall", preset, arm, "accuracy", seed, task, model, training)
-
-
-def runs(preset: str, seeds: Sequence[int] | None = None) -> list[Run]:
+def runs(preset: str, seeds: Seeds = None) -> list[Run]:
     """Return the runs of a preset."""
-    arms = {"quick": QUICK_ARMS, "standard": STANDARD_ARMS}.get(preset, tuple(ARMS))
-    return [
-        run(preset, arm, seed)
-        for seed in (SEEDS[preset] if seeds is None else seeds)
-        for arm in arms
-    ]
+    cells = {"accuracy": arms(PRESETS[preset])}
+    return PRESETS[preset].runs("joint-recall", preset, cells, seeds)
 
 
 JOINT_RECALL = Experiment(
     name="joint-recall",
     title="Joint context-key recall",
     published="tab:joint_recall, tab:mom_macro",
-    arms=ARMS,
-    cells=CELLS,
-    presets=PRESETS,
+    arms={name: arm.label for name, arm in arms(PRESETS["paper"]).items()},
+    cells={"accuracy": "accuracy"},
+    presets={name: preset.reduced for name, preset in PRESETS.items()},
     runs=runs,
     describe=DESCRIBE,
 )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from smat.experiments.run import Experiment, Run
+from smat.experiments.run import Arm, Experiment, Preset, Run, Seeds
 from smat.models import ModelConfig
 from smat.tasks import LengthRecall
 from smat.training import TrainingConfig
@@ -19,7 +19,17 @@ paper leaves nearly all else open; chosen: two layers of width 64, heads and sta
 convolution 4, AdamW at 1e-3, weight decay 0.1, batch 32, 10,000 steps, 64 pairs with keys, values \
 and noise of 256 tokens each."""
 
-ARMS = {
+RECIPE = TrainingConfig(
+    steps=10_000,
+    batch_size=32,
+    learning_rate=1e-3,
+    optimizer="adamw",
+    weight_decay=0.1,
+    schedule="cosine",
+)
+SMALL_RECIPE = RECIPE.model_copy(update={"learning_rate": 2e-3, "eval_every": 250})
+# Boundaries by the names of the models' `boundary` option, which are the names of the arms too.
+LABELS = {
     "none": "no boundary",
     "kept": "kept",
     "rebuilt": "rebuilt",
@@ -27,67 +37,69 @@ ARMS = {
     "window_8": "window, T/8",
     "window_4": "window, T/4",
 }
-CELLS = {f"T={length}": f"T = {length}" for length in (1024, 2048, 4096, 8192)} | {
-    f"D={gap}": f"D = {gap}" for gap in (0, 256, 1024, 3072, 7678)
-}
+PAPER = LengthRecall()
+QUICK = LengthRecall(
+    seq_len=128, num_pairs=8, eval_lengths=(128, 256, 512), placed_length=512,
+    gaps=(0, 32, 128, 446), region=32, num_keys=64, num_values=64, num_noise=64, num_eval=64,
+)  # fmt: skip
+STANDARD = LengthRecall(
+    seq_len=256, num_pairs=16, eval_lengths=(256, 512, 1024, 2048), placed_length=2048,
+    gaps=(0, 64, 256, 1918), region=64, num_keys=64, num_values=64, num_noise=64, num_eval=64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthPreset(Preset):
+    """The lengths to train at and to evaluate at are the task's."""
+
+    task: LengthRecall
+
+
 PRESETS = {
-    "quick": "trained at T = 128 with 8 pairs for 300 steps, evaluated up to 512; kept and T/4",
-    "standard": "trained at T = 256 with 16 pairs for 1,500 steps, evaluated up to 2048",
-    "paper": "as in the paper: trained at T = 1024 with 64 pairs, evaluated up to 8192",
+    "quick": LengthPreset(
+        reduced="trained at T = 128 with 8 pairs for 300 steps, evaluated up to 512; kept and T/4",
+        task=QUICK,
+        training=SMALL_RECIPE.model_copy(update={"steps": 300}),
+        arms=("kept", "window_4"),
+    ),
+    "standard": LengthPreset(
+        reduced="trained at T = 256 with 16 pairs for 1,500 steps, evaluated up to 2048",
+        task=STANDARD,
+        training=SMALL_RECIPE.model_copy(update={"steps": 1500}),
+    ),
+    "paper": LengthPreset(
+        reduced="as in the paper: trained at T = 1024 with 64 pairs, evaluated up to 8192",
+        task=PAPER,
+        training=RECIPE,
+        seeds=(0, 1, 2),
+    ),
 }
-SEEDS = {"quick": (0,), "standard": (0,), "paper": (0, 1, 2)}
-STEPS = {"quick": 300, "standard": 1500, "paper": 10_000}
 
 
-def task_of(preset: str) -> LengthRecall:
-    """Return the task of a preset: reduced ones scale every length alike."""
-    if preset == "paper":
-        return LengthRecall()
-    train, pairs = {"quick": (128, 8), "standard": (256, 16)}[preset]
-    longest = 4 * train if preset == "quick" else 8 * train
-    lengths = tuple(train << step for step in range(4) if train << step <= longest)
-    region = train // 4
-    gaps = (0, region, train, longest - 2 * region - 2)
-    return LengthRecall(
-        train, pairs, lengths, longest, gaps, region, num_keys=64, num_values=64, num_noise=64,
-        num_eval=64,
-    )  # fmt: skip
-
-
-def run(preset: str, arm: str, seed: int) -> Run:
-    """Return one run: it fills all cells of its row."""
-    task = task_of(preset)
-    options = {"num_heads": 4, "vc_dim": 2, "decay_gate": True, "conv_size": 4, "boundary": arm}
-    training = TrainingConfig(
-        steps=STEPS[preset],
-        batch_size=32,
-        learning_rate=1e-3 if preset == "paper" else 2e-3,
-        optimizer="adamw",
-        weight_decay=0.1,
-        schedule="cosine",
-        eval_every=0 if preset == "paper" else 250,
-    )
-    model = ModelConfig("smat_schedule", 64, num_layers=2, options=options)
-    return Run("length-generalization", preset, arm, "all", seed, task, model, training)
-
-
-def runs(preset: str, seeds: Sequence[int] | None = None) -> list[Run]:
-    """Return the runs of a preset."""
-    arms = ("kept", "window_4") if preset == "quick" else tuple(ARMS)
-    return [
-        run(preset, arm, seed)
-        for seed in (SEEDS[preset] if seeds is None else seeds)
-        for arm in arms
-    ]
+def runs(preset: str, seeds: Seeds = None) -> list[Run]:
+    """Return the runs of a preset: each fills all cells of its row."""
+    size = PRESETS[preset]
+    options = {"num_heads": 4, "vc_dim": 2, "decay_gate": True, "conv_size": 4}
+    models = {
+        name: ModelConfig(
+            mixer="smat_schedule", width=64, num_layers=2, options=options | {"boundary": name}
+        )
+        for name in LABELS
+    }
+    arms = {
+        name: Arm(LABELS[name], size.task, model, size.training) for name, model in models.items()
+    }
+    return size.runs("length-generalization", preset, {"all": arms}, seeds)
 
 
 LENGTH_GENERALIZATION = Experiment(
     name="length-generalization",
     title="Length generalisation",
     published="tab:mqar-uniform, tab:mqar-placed",
-    arms=ARMS,
-    cells=CELLS,
-    presets=PRESETS,
+    arms=LABELS,
+    cells={f"T={length}": f"T = {length}" for length in PAPER.eval_lengths}
+    | {f"D={gap}": f"D = {gap}" for gap in PAPER.gaps},
+    presets={name: preset.reduced for name, preset in PRESETS.items()},
     runs=runs,
     describe=DESCRIBE,
 )

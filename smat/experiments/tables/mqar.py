@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from smat.experiments.recall_models import recall_arms, recall_model
-from smat.experiments.run import Experiment, Run
-from smat.tasks import MQAR
+from smat.experiments.run import Arm, Experiment, Preset, Run, Seeds
+from smat.models import ModelConfig
+from smat.tasks import MQAR, Task
 from smat.training import TrainingConfig
 
 DESCRIBE = """\
@@ -19,66 +20,118 @@ tenth, batch 256 (the paper's appendix; the trainer of its data pipeline clips n
 everything), batches of all loads in random order. \
 The accuracy is that of the last step, averaged over queries, examples and the five loads."""
 
-ARMS = recall_arms()
-CELLS = {f"width={width}": f"width {width}" for width in (16, 32, 64)}
+WIDTHS = (16, 32, 64)
+DELTA_HEADS = {16: 1, 32: 2, 64: 2}  # heads of dimension 16 of Gated DeltaNet, by width
+MAMBA2: dict[str, Any] = {"state_dim": 16, "expand": 2}
+RECIPE = TrainingConfig(
+    steps=32 * MQAR().steps_per_epoch(256),
+    batch_size=256,
+    learning_rate=1e-2,
+    optimizer="adamw",
+    weight_decay=0.1,
+    schedule="cosine",
+)
+SMALL = MQAR(vocab_size=128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8),), num_eval=500)
+SMALL_RECIPE = RECIPE.model_copy(update={"steps": 3000, "batch_size": 64, "eval_every": 250})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallPreset(Preset):
+    """The task with its loads, and the widths of models."""
+
+    task: Task
+    widths: tuple[int, ...]
+
+
 PRESETS = {
-    "quick": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 alone and with d = 2, "
-    "1,000 steps of 64 examples",
-    "standard": "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
-    "3,000 steps of 64 examples",
-    "paper": "as in the paper: 32 epochs of 180,000 examples, three seeds",
+    "quick": RecallPreset(
+        reduced="128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 alone and with d = 2, "
+        "1,000 steps of 64 examples",
+        task=SMALL,
+        widths=(32,),
+        training=SMALL_RECIPE.model_copy(update={"steps": 1000}),
+        arms=("mamba2", "mamba2_smat_d2"),
+    ),
+    "standard": RecallPreset(
+        reduced="128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
+        "3,000 steps of 64 examples",
+        task=SMALL,
+        widths=(32,),
+        training=SMALL_RECIPE,
+        arms=("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d3"),
+    ),
+    "paper": RecallPreset(
+        reduced="as in the paper: 32 epochs of 180,000 examples, three seeds",
+        task=MQAR(shuffle_batches=True),
+        widths=WIDTHS,
+        training=RECIPE,
+        seeds=(123, 456, 789),
+    ),
 }
-SEEDS = {"quick": (0,), "standard": (0,), "paper": (123, 456, 789)}
-QUICK_ARMS = ("mamba2", "mamba2_smat_d2")
-STANDARD_ARMS = ("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d3")
-NUM_EPOCHS = 32
 
 
-def task_of(preset: str) -> MQAR:
-    """Return the task of a preset."""
-    if preset != "paper":
-        return MQAR(128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8),), num_eval=500)
-    return MQAR(shuffle_batches=True)
+def two_layers(mixer: str, width: int, **options: Any) -> ModelConfig:
+    """Return a model with heads of dimension 16.
+
+    >>> two_layers("mamba2_smat", 32, vc_dim=3, **MAMBA2).options["vc_dim"]
+    3
+    """
+    options = {"head_dim": 16, **options}
+    return ModelConfig(mixer=mixer, width=width, num_layers=2, options=options, tied=True)
 
 
-def run(preset: str, arm: str, width: int, seed: int) -> Run:
-    """Return one run of the table."""
-    task = task_of(preset)
-    batch_size = 256 if preset == "paper" else 64
-    steps = {"quick": 1000, "standard": 3000}.get(preset)
-    training = TrainingConfig(
-        steps=NUM_EPOCHS * task.steps_per_epoch(batch_size) if steps is None else steps,
-        batch_size=batch_size,
-        learning_rate=1e-2,
-        optimizer="adamw",
-        weight_decay=0.1,
-        schedule="cosine",
-        final_fraction=0.1,
-        eval_every=0 if preset == "paper" else 250,
-        balance_weight=0.01 if "smat" in arm else 0.0,
-    )
-    model = recall_model(arm, width)
-    return Run("mqar", preset, arm, f"width={width}", seed, task, model, training)
+def delta_options(width: int) -> dict[str, Any]:
+    """Return the options of Gated DeltaNet in a model of this width."""
+    return {"num_heads": DELTA_HEADS.get(width, max(1, width // 32)), "expand_v": 1.0}
 
 
-def runs(preset: str, seeds: Sequence[int] | None = None) -> list[Run]:
+def recall_arms(task: Task, width: int, training: TrainingConfig) -> dict[str, Arm]:
+    """Return the rows that this table and joint recall have in common."""
+    balanced = training.model_copy(update={"balance_weight": 0.01})
+    delta = delta_options(width)
+
+    def arm(label: str, mixer: str, options: dict[str, Any]) -> Arm:
+        return Arm(label, task, two_layers(mixer, width, **options), training)
+
+    def smat(label: str, mixer: str, options: dict[str, Any], vc_dim: int) -> Arm:
+        return Arm(label, task, two_layers(mixer, width, **options, vc_dim=vc_dim), balanced)
+
+    return {
+        "gated_deltanet": arm("Gated DeltaNet", "gated_deltanet", delta),
+        "gated_deltanet_log_linear": arm(
+            "Gated DeltaNet, Log-Linear", "gated_deltanet_log_linear", delta
+        ),
+        "gated_deltanet_smat_d2": smat(
+            "Gated DeltaNet + SMat (d = 2)", "gated_deltanet_smat", delta, 2
+        ),
+        "gated_deltanet_smat_d3": smat(
+            "Gated DeltaNet + SMat (d = 3)", "gated_deltanet_smat", delta, 3
+        ),
+        "gated_deltanet_smat_d4": smat(
+            "Gated DeltaNet + SMat (d = 4)", "gated_deltanet_smat", delta, 4
+        ),
+        "mamba2": arm("Mamba-2", "mamba2", MAMBA2),
+        "mamba2_log_linear": arm("Mamba-2, Log-Linear", "mamba2_log_linear", MAMBA2),
+        "mamba2_smat_d2": smat("Mamba-2 + SMat (d = 2)", "mamba2_smat", MAMBA2, 2),
+        "mamba2_smat_d3": smat("Mamba-2 + SMat (d = 3)", "mamba2_smat", MAMBA2, 3),
+        "mamba2_smat_d4": smat("Mamba-2 + SMat (d = 4)", "mamba2_smat", MAMBA2, 4),
+    }
+
+
+def runs(preset: str, seeds: Seeds = None) -> list[Run]:
     """Return the runs of a preset."""
-    arms = {"quick": QUICK_ARMS, "standard": STANDARD_ARMS}.get(preset, tuple(ARMS))
-    return [
-        run(preset, arm, width, seed)
-        for seed in (SEEDS[preset] if seeds is None else seeds)
-        for arm in arms
-        for width in ((16, 32, 64) if preset == "paper" else (32,))
-    ]
+    size = PRESETS[preset]
+    cells = {f"width={w}": recall_arms(size.task, w, size.training) for w in size.widths}
+    return size.runs("mqar", preset, cells, seeds)
 
 
 MQAR_TABLE = Experiment(
     name="mqar",
     title="Multi-query associative recall",
     published="tab:mqar-results",
-    arms=ARMS,
-    cells=CELLS,
-    presets=PRESETS,
+    arms={name: arm.label for name, arm in recall_arms(MQAR(), 16, RECIPE).items()},
+    cells={f"width={width}": f"width {width}" for width in WIDTHS},
+    presets={name: preset.reduced for name, preset in PRESETS.items()},
     runs=runs,
     describe=DESCRIBE,
 )

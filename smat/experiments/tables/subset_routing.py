@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from smat.experiments.run import Experiment, Run
+from smat.experiments.run import Arm, Experiment, Preset, Run, Seeds
 from smat.models import RoutingModelConfig
 from smat.tasks import SubsetRouting
 from smat.training import TrainingConfig
@@ -23,63 +21,64 @@ head of 32 without convolution. The learning rate falls on a cosine to 0: at the
 that the paper's text names, the jitter of the last steps alone exceeds the 1 % threshold of the \
 metric for k > d (`constant` rows). Evaluation takes 4,096 fresh examples a seed."""
 
-ARMS = {
-    "softmax": "Softmax",
-    "mamba2": "Mamba-2",
-    "deltanet": "DeltaNet",
-    "gated_deltanet": "Gated DeltaNet",
-    "log_linear": "Log-Linear",
-    "smat_d1": "SMat (d = 1)",
-    "smat_d2": "SMat (d = 2)",
-    "smat_d3": "SMat (d = 3)",
-    "smat_d4": "SMat (d = 4)",
-    "softmax_content": "Softmax, told the request",
-    "smat_d3_constant": "SMat (d = 3), constant rate",
-}
-CELLS = {f"k={k}": f"k = {k}" for k in range(1, 7)}
+LANDMARKS = range(1, 7)
+RECIPE = TrainingConfig(
+    steps=1500, batch_size=64, learning_rate=3e-3, schedule="cosine", final_fraction=0.0
+)
 PRESETS = {
-    "quick": "300 of 1,500 steps, one seed",
-    "standard": "1,500 steps as in the paper, one seed",
-    "paper": "as in the paper: 1,500 steps, three seeds",
+    "quick": Preset(
+        reduced="300 of 1,500 steps, one seed",
+        training=RECIPE.model_copy(update={"steps": 300}),
+    ),
+    "standard": Preset(reduced="1,500 steps as in the paper, one seed", training=RECIPE),
+    "paper": Preset(
+        reduced="as in the paper: 1,500 steps, three seeds", training=RECIPE, seeds=(0, 1, 2)
+    ),
 }
-STEPS = {"quick": 300, "standard": 1500, "paper": 1500}
-SEEDS = {"quick": (0,), "standard": (0,), "paper": (0, 1, 2)}
 
 
-def run(preset: str, arm: str, num_landmarks: int, seed: int) -> Run:
-    """Return one run of the table."""
-    mixer, _, kind = arm.partition("_") if arm.startswith(("smat", "softmax")) else (arm, "", "")
-    vc_dim = int(kind[1]) if mixer == "smat" else 1
-    training = TrainingConfig(
-        steps=STEPS[preset],
-        batch_size=64,
-        learning_rate=3e-3,
-        schedule="constant" if arm.endswith("constant") else "cosine",
-        final_fraction=0.0,
-    )
-    task = SubsetRouting(num_landmarks, vc_dim, content=arm == "softmax_content")
-    model = RoutingModelConfig(mixer, vc_dim=vc_dim)
-    cell = f"k={num_landmarks}"
-    return Run("subset-routing", preset, arm, cell, seed, task, model, training)
+def arms(preset: Preset, num_landmarks: int) -> dict[str, Arm]:
+    """Return the rows of the table; a model without a mask is asked at rows of the causal one."""
+    constant = preset.training.model_copy(update={"schedule": "constant"})
+
+    def arm(
+        label: str,
+        mixer: str,
+        vc_dim: int = 1,
+        content: bool = False,
+        training: TrainingConfig = preset.training,
+    ) -> Arm:
+        task = SubsetRouting(num_landmarks=num_landmarks, vc_dim=vc_dim, content=content)
+        return Arm(label, task, RoutingModelConfig(mixer=mixer, vc_dim=vc_dim), training)
+
+    return {
+        "softmax": arm("Softmax", "softmax"),
+        "mamba2": arm("Mamba-2", "mamba2"),
+        "deltanet": arm("DeltaNet", "deltanet"),
+        "gated_deltanet": arm("Gated DeltaNet", "gated_deltanet"),
+        "log_linear": arm("Log-Linear", "log_linear"),
+        "smat_d1": arm("SMat (d = 1)", "smat", vc_dim=1),
+        "smat_d2": arm("SMat (d = 2)", "smat", vc_dim=2),
+        "smat_d3": arm("SMat (d = 3)", "smat", vc_dim=3),
+        "smat_d4": arm("SMat (d = 4)", "smat", vc_dim=4),
+        "softmax_content": arm("Softmax, told the request", "softmax", content=True),
+        "smat_d3_constant": arm("SMat (d = 3), constant rate", "smat", 3, training=constant),
+    }
 
 
-def runs(preset: str, seeds: Sequence[int] | None = None) -> list[Run]:
+def runs(preset: str, seeds: Seeds = None) -> list[Run]:
     """Return the runs of a preset."""
-    return [
-        run(preset, arm, num_landmarks, seed)
-        for seed in (SEEDS[preset] if seeds is None else seeds)
-        for arm in ARMS
-        for num_landmarks in range(1, 7)
-    ]
+    cells = {f"k={k}": arms(PRESETS[preset], k) for k in LANDMARKS}
+    return PRESETS[preset].runs("subset-routing", preset, cells, seeds)
 
 
 SUBSET_ROUTING = Experiment(
     name="subset-routing",
     title="Subset routing",
     published="tab:routing",
-    arms=ARMS,
-    cells=CELLS,
-    presets=PRESETS,
+    arms={name: arm.label for name, arm in arms(PRESETS["paper"], 1).items()},
+    cells={f"k={k}": f"k = {k}" for k in LANDMARKS},
+    presets={name: preset.reduced for name, preset in PRESETS.items()},
     runs=runs,
     describe=DESCRIBE,
 )
