@@ -8,7 +8,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from enum import Enum
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -22,38 +21,19 @@ from smat.experiments.engine import Engine, SerialEngine, run_all
 from smat.experiments.parallel import ProcessEngine, RayEngine
 from smat.experiments.store import ROOT, Store
 from smat.experiments.tables import EXPERIMENTS, find_experiment
-from smat.extras import missing_extra
+from smat.extras import require
 from smat.training.fabric import parse_device
 
 app = typer.Typer()
 
 TABLE_WIDTH = 200
 STOPPED = 130  # what a shell returns after Ctrl-C
-TRAIN_PACKAGES = ("lightning", "safetensors", "tensorboard")
-RUN_EXAMPLES = """Examples:
+TRAIN_PACKAGES = ("lightning.fabric", "safetensors", "tensorboard")
 
-  smat run subset-routing --preset quick
 
-  smat run subset-routing --preset paper --seeds 0,1,2 --only 'smat_d*' --only k=2 --jobs 2
-
-  smat run mqar --preset standard --engine ray --device cuda --out /shared/experiments
-
-Finished runs are never repeated, interrupted ones go on where they were: run the same command.
-"""
-STATUS_EXAMPLES = """Examples:
-
-  smat status
-
-  smat status subset-routing --out /shared/experiments
-"""
-REPORT_EXAMPLES = """Examples:
-
-  smat report
-
-  smat report --out /shared/experiments
-
-  smat report --tables README.md
-"""
+def examples(*commands: str) -> str:
+    """Lay out the examples below a command's help, which typer wants apart from each other."""
+    return "\n\n".join(["Examples:", *(f"  {command}" for command in commands)])
 
 
 class EngineName(str, Enum):
@@ -66,7 +46,7 @@ class EngineName(str, Enum):
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
 
-@app.command("list", epilog="Example:\n\n  smat list\n")
+@app.command("list", epilog=examples("smat list"))
 def list_experiments(out: Out = ROOT) -> None:
     """List experiments and presets, how many runs they have, and how many are finished."""
     table = Table(header_style="bold")
@@ -83,7 +63,15 @@ def list_experiments(out: Out = ROOT) -> None:
     Console(width=TABLE_WIDTH, highlight=False).print(table)
 
 
-@app.command(epilog=RUN_EXAMPLES)
+@app.command(
+    epilog=examples(
+        "smat run subset-routing --preset quick",
+        "smat run subset-routing --preset paper --seeds 0,1,2 --only 'smat_d*' --only k=2 --jobs 2",
+        "smat run mqar --preset standard --engine ray --device cuda --out /shared/experiments",
+    )
+    + "\n\nFinished runs are never repeated, interrupted ones go on where they were: run the same "
+    "command."
+)
 def run(
     name: Annotated[str, typer.Argument(help="An experiment that `smat list` names.")],
     preset: Annotated[str, typer.Option(help="How much of the paper's settings.")] = "quick",
@@ -145,7 +133,7 @@ def run(
         raise typer.Exit(STOPPED)
 
 
-@app.command(epilog=STATUS_EXAMPLES)
+@app.command(epilog=examples("smat status", "smat status subset-routing --out /shared/experiments"))
 def status(
     name: Annotated[str | None, typer.Argument(help="One experiment (all).")] = None,
     out: Out = ROOT,
@@ -163,7 +151,11 @@ def status(
             console.print(f"  {work.describe()}", soft_wrap=True)
 
 
-@app.command(epilog=REPORT_EXAMPLES)
+@app.command(
+    epilog=examples(
+        "smat report", "smat report --out /shared/experiments", "smat report --tables README.md"
+    )
+)
 def report(
     out: Out = ROOT,
     tables: Annotated[
@@ -217,16 +209,10 @@ def stop_on_signal(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 def _engine(name: EngineName, jobs: int | None, device: str) -> Engine:
     """Return an engine; what is missing is said before anything is begun."""
-    needed = [(package, "train") for package in TRAIN_PACKAGES]
-    needed += [("ray", "ray")] if name is EngineName.ray else []
-    for package, extra in needed:
-        try:
-            found = find_spec(package) is not None  # quicker than to import it
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            raise missing_extra(package, extra)
+    for package in TRAIN_PACKAGES:
+        require(package, extra="train")
     if name is EngineName.ray:
+        require("ray", extra="ray")
         return RayEngine(jobs, device)
     parse_device(device)  # once, and not once a run
     return SerialEngine(device) if jobs in (None, 1) else ProcessEngine(jobs or 1, device)

@@ -29,21 +29,13 @@ OnProgress = Callable[[Run, Progress], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
-
-    Attributes:
-        run: The run.
-        kind: "finished", "failed", "stopped" (asked to, and resumable) or "busy" (elsewhere).
-        record: Of a finished run.
-        message: One line that says what went wrong.
-        is_fatal: The next run would fail in the same way.
-    """
+    """What became of a run."""
 
     run: Run
-    kind: Literal["finished", "failed", "stopped", "busy"]
-    record: dict[str, Any] | None = None
-    message: str = ""
-    is_fatal: bool = False
+    kind: Literal["finished", "failed", "stopped", "busy"]  # busy: another process makes it
+    record: dict[str, Any] | None = None  # of a finished run
+    message: str = ""  # one line that says what went wrong
+    is_fatal: bool = False  # the next run would fail in the same way
 
 
 class Engine(Protocol):

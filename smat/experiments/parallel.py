@@ -39,9 +39,8 @@ class ProcessEngine:
     def make(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """See `Engine`."""
-        waiting = iter(runs)
-        workers = [Worker(self._threads(), self._device(i)) for i in range(self.num_processes)]
+        """See `smat.experiments.engine.Engine`."""
+        waiting, workers = iter(runs), self._workers()
         try:
             while True:
                 for worker in workers:
@@ -67,17 +66,14 @@ class ProcessEngine:
             for worker in workers:
                 worker.end()
 
-    def _threads(self) -> int | None:
-        """Divide the cores, unless the environment has decided."""
-        if "OMP_NUM_THREADS" in os.environ:
-            return None
-        return max(1, num_cores() // self.num_processes)
-
-    def _device(self, index: int) -> str:
-        """Spread processes over the GPUs."""
-        if self.device not in ("auto", "cuda") or not torch.cuda.is_available():
-            return self.device
-        return f"cuda:{index % torch.cuda.device_count()}"
+    def _workers(self) -> list[Worker]:
+        """Divide the cores, unless the environment has decided, and spread over the GPUs."""
+        num_threads = max(1, num_cores() // self.num_processes)
+        threads = None if "OMP_NUM_THREADS" in os.environ else num_threads
+        devices = [self.device]
+        if self.device in ("auto", "cuda") and torch.cuda.is_available():
+            devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        return [Worker(threads, devices[i % len(devices)]) for i in range(self.num_processes)]
 
 
 @dataclass
@@ -163,9 +159,7 @@ def serve(pipe: Connection, num_threads: int | None, device: str) -> None:
 class RayEngine:
     """Ray schedules the runs, each with an even number of the cluster's cores, or one core.
 
-    Folders should lie where every node sees them.
-
-    A Ray that is already connected is used as it is; else RAY_ADDRESS, or a local cluster.
+    Folders should lie where every node sees them. A Ray that is already connected is used as it is; else RAY_ADDRESS, or a local cluster.
     """
 
     num_parallel: int | None = None

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, Protocol
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    PlainSerializer,
-    PlainValidator,
-    SerializationInfo,
-    TypeAdapter,
-)
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import SerializationInfo as Info
 from torch import nn
 
 from smat.tasks.task import Task
@@ -60,15 +54,12 @@ def find_class(name: str) -> type:
     return found
 
 
-@cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
-    """Return what knows the fields of a configuration, be it a dataclass or a pydantic one."""
-    return TypeAdapter(kind)
+_adapter_of: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def _with_class(config: Any, info: SerializationInfo) -> dict[str, Any]:
-    """Turn the configuration of any class into plain data that names the class."""
-    adapter = _adapter(type(config))
+def _with_class(config: Any, info: Info) -> dict[str, Any]:
+    """Turn a configuration, a dataclass or a pydantic one, into plain data that names its class."""
+    adapter = _adapter_of(type(config))
     fields = adapter.dump_python(config, mode="json", exclude_defaults=info.exclude_defaults)
     return {"class": name_of(type(config)), **fields}
 
@@ -86,26 +77,15 @@ def _of_class(config: Any) -> Any:
 
 
 class Run(BaseModel):
-    """One training run: a cell of a table, for one seed.
-
-    Attributes:
-        experiment: The table, such as "subset-routing".
-        preset: How much of the paper's settings it keeps: "quick", "standard" or "paper".
-        arm: The row of the table, a model.
-        cell: The column, a load.
-        seed: Seeds weights, training batches and held-out examples.
-        task: What is trained on; its fields are its configuration.
-        model: What is trained, such as a `smat.models.ModelConfig`.
-        training: How.
-    """
+    """One training run: a cell of a table, for one seed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    experiment: str
-    preset: str
-    arm: str
-    cell: str
-    seed: int
+    experiment: str  # the table, such as "subset-routing"
+    preset: str  # how much of the paper's settings it keeps: "quick", "standard" or "paper"
+    arm: str  # the row of the table, a model
+    cell: str  # the column, a load
+    seed: int  # of weights, training batches and held-out examples
     task: Annotated[Task, PlainValidator(_of_class), PlainSerializer(_with_class)]
     model: Annotated[BuildsModel, PlainValidator(_of_class), PlainSerializer(_with_class)]
     training: TrainingConfig
@@ -163,19 +143,12 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """How much of the paper's settings a table keeps; tables add what else they vary.
+    """How much of the paper's settings a table keeps; tables add what else they vary."""
 
-    Attributes:
-        reduced: What is reduced, in one line.
-        training: The recipe of most arms.
-        seeds: One run of every cell for each.
-        arms: The rows that are made; all if there are none.
-    """
-
-    reduced: str
-    training: TrainingConfig
+    reduced: str  # what is reduced, in one line
+    training: TrainingConfig  # the recipe of most arms
     seeds: tuple[int, ...] = (0,)
-    arms: tuple[str, ...] = ()
+    arms: tuple[str, ...] = ()  # those that are run; none named: all
 
     def runs(
         self, experiment: str, name: str, cells: Mapping[str, Mapping[str, Arm]], seeds: Seeds
@@ -195,27 +168,16 @@ class Preset:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of the paper that can be run.
+    """A table or figure of the paper that can be run."""
 
-    Attributes:
-        name: What the command line calls it, such as "subset-routing".
-        title: What the report calls it.
-        published: The label of the paper's table, a key of published.json; None if it has none.
-        arms: Rows, with their labels.
-        cells: Columns, with their labels.
-        presets: Each with one line that says what is reduced.
-        runs: Makes the runs of a preset, with given seeds or its own.
-        describe: What was chosen where the paper is silent, and why.
-    """
-
-    name: str
-    title: str
-    published: str | None
-    arms: Mapping[str, str]
-    cells: Mapping[str, str]
-    presets: Mapping[str, str]
-    runs: Callable[[str, Seeds], list[Run]]
-    describe: str = ""
+    name: str  # what the command line calls it, such as "subset-routing"
+    title: str  # what the report calls it
+    published: str | None  # labels of the paper's tables, keys of published.json
+    arms: Mapping[str, str]  # rows, with their labels
+    cells: Mapping[str, str]  # columns, with their labels
+    presets: Mapping[str, str]  # each with one line that says what is reduced
+    runs: Callable[[str, Seeds], list[Run]]  # of a preset, with given seeds or its own
+    describe: str = ""  # what was chosen where the paper is silent, and why
 
     def choose(self, preset: str, seeds: Seeds = None, only: Sequence[str] = ()) -> list[Run]:
         """List the runs of a preset; `only` names arms and cells, or patterns such as "smat_d*".
@@ -226,18 +188,15 @@ class Experiment:
             known = ", ".join(self.presets)
             raise ValueError(f"{self.name} has no preset {preset!r}; known: {known}")
         runs = self.runs(preset, seeds)
-        arms, cells = {run.arm: None for run in runs}, {run.cell: None for run in runs}
+        arms = list(dict.fromkeys(run.arm for run in runs))
+        cells = list(dict.fromkeys(run.cell for run in runs))
         for pattern in only:
-            if not any(fnmatchcase(name, pattern) for name in (*arms, *cells)):
+            if not fnmatch.filter([*arms, *cells], pattern):
                 raise ValueError(
                     f"{self.name}, preset {preset}, has no arm or cell {pattern!r}; "
                     f"arms: {', '.join(arms)}; cells: {', '.join(cells)}"
                 )
-        wanted_arms, wanted_cells = _fitting(arms, only), _fitting(cells, only)
+        # All arms, or cells, if no pattern is about such names.
+        wanted_arms = [name for each in only for name in fnmatch.filter(arms, each)] or arms
+        wanted_cells = [name for each in only for name in fnmatch.filter(cells, each)] or cells
         return [run for run in runs if run.arm in wanted_arms and run.cell in wanted_cells]
-
-
-def _fitting(names: Mapping[str, None], patterns: Sequence[str]) -> set[str]:
-    """Keep the names that a pattern fits; all of them if no pattern is about such names."""
-    found = {name for name in names if any(fnmatchcase(name, each) for each in patterns)}
-    return found or set(names)

@@ -29,14 +29,10 @@ class Store:
 
     >>> Store(Path("out")).roots[0].as_posix()
     'out'
-
-    Attributes:
-        root: Where runs work (runs/) and leave records (records/).
-        committed: Records that came with the source, read and never written.
     """
 
-    root: Path = ROOT
-    committed: Path = COMMITTED
+    root: Path = ROOT  # where runs work (runs/) and leave records (records/)
+    committed: Path = COMMITTED  # records that came with the source, read and never written
 
     @property
     def roots(self) -> list[Path]:
@@ -95,17 +91,11 @@ class Store:
 
 @dataclass(frozen=True)
 class Work:
-    """A run that was begun and is not finished.
+    """A run that was begun and is not finished."""
 
-    Attributes:
-        run: Its settings, as plain data.
-        is_running: A process is at work on it now.
-        step: The step of its last checkpoint; None if it has none, or none that is whole.
-    """
-
-    run: dict[str, Any]
-    is_running: bool
-    step: int | None
+    run: dict[str, Any]  # its settings, as plain data
+    is_running: bool  # a process is at work on it now
+    step: int | None  # of its last checkpoint; None without one that is whole
 
     def describe(self) -> str:
         """Say in one line what it is and how far.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import pydantic
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -13,42 +13,29 @@ class TrainingConfig(pydantic.BaseModel):
 
     >>> TrainingConfig(steps=1500, batch_size=64, learning_rate=3e-3).schedule
     'constant'
-
-    Attributes:
-        steps: Optimiser steps.
-        batch_size: Examples a step, over all devices.
-        learning_rate: The peak.
-        optimizer: "adam" (weight decay is part of the gradient) or "adamw" (decoupled).
-        weight_decay: Its strength.
-        decay: What decays: "matrices" (no bias, norm, A_log, dt_bias, D) or "all".
-        schedule: "constant", or "cosine" from the peak down to `final_fraction` of it.
-        warmup_steps: Steps of linear warmup before either.
-        final_fraction: Where the cosine ends, as a fraction of the peak.
-        clip: The largest norm of the gradient, None for no limit.
-        precision: A precision of Lightning Fabric.
-        eval_every: Steps between evaluations on the validation split; 0: none before the end.
-        balance_weight: The weight of the model's balance loss at the start.
-        balance_anneal: Steps over which that weight falls to 0; 0: it stays.
-        checkpoint_seconds: Seconds between checkpoints. It changes no weight.
     """
 
     model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
 
     steps: PositiveInt
-    batch_size: PositiveInt
-    learning_rate: PositiveFloat
-    optimizer: Literal["adam", "adamw"] = "adam"
+    batch_size: PositiveInt  # examples a step, over all devices
+    learning_rate: PositiveFloat  # the peak
+    optimizer: Literal["adam", "adamw"] = "adam"  # decay in the gradient, or decoupled
     weight_decay: NonNegativeFloat = 0.0
-    decay: Literal["matrices", "all"] = "matrices"
+    decay: Literal["matrices", "all"] = "matrices"  # matrices: no bias, norm, A_log, dt_bias, D
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: NonNegativeInt = 0
-    final_fraction: NonNegativeFloat = 0.1
-    clip: PositiveFloat | None = 1.0
+    warmup_steps: NonNegativeInt = 0  # rising linearly, before either schedule
+    final_fraction: NonNegativeFloat = 0.1  # where the cosine ends, as a fraction of the peak
+    clip: PositiveFloat | None = 1.0  # the largest norm of the gradient; None: no limit
     precision: Literal["32-true", "64-true", "bf16-true", "bf16-mixed", "16-mixed"] = "32-true"
-    eval_every: NonNegativeInt = 0
-    balance_weight: NonNegativeFloat = 0.0
-    balance_anneal: NonNegativeInt = 1000
-    checkpoint_seconds: NonNegativeFloat = 60.0
+    eval_every: NonNegativeInt = 0  # steps between validations; 0: none before the end
+    balance_weight: NonNegativeFloat = 0.0  # of the model's balance loss, at the start
+    balance_anneal: NonNegativeInt = 1000  # steps over which it falls to 0; 0: it stays
+    checkpoint_seconds: NonNegativeFloat = 60.0  # between checkpoints; it changes no weight
+
+    def changed(self, **changes: Any) -> TrainingConfig:
+        """Return the recipe with other values in some fields, checked as a new one is."""
+        return TrainingConfig(**dict(self) | changes)
 
     @pydantic.model_validator(mode="after")
     def _check_warmup(self) -> TrainingConfig:

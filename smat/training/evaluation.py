@@ -13,17 +13,11 @@ from smat.tasks.task import Task
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model reaches: accuracies in %, and the mean loss an example.
+    """What a model reaches, accuracies in %."""
 
-    Attributes:
-        accuracy: The mean over cells of each cell's mean score.
-        by_cell: The mean score of each load.
-        loss: The mean over examples.
-    """
-
-    accuracy: float
-    by_cell: dict[str, float]
-    loss: float
+    accuracy: float  # the mean over cells of each cell's mean score
+    by_cell: dict[str, float]  # the mean score of each load
+    loss: float  # the mean over examples
 
 
 @torch.no_grad()

@@ -31,20 +31,13 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run is.
-
-    Attributes:
-        step: Steps done, of `steps` in all.
-        loss: The training loss, averaged since the last point of the curve; None if unknown.
-        accuracy: The last evaluation's, in %; None before the first.
-        message: Something that the user should read, such as a damaged checkpoint.
-    """
+    """Where a run is: how many of its steps are done, and how well it does."""
 
     step: int
     steps: int
-    loss: float | None = None
-    accuracy: float | None = None
-    message: str | None = None
+    loss: float | None = None  # of training, averaged since the last point of the curve
+    accuracy: float | None = None  # the last evaluation's, in %
+    message: str | None = None  # what the user should read, such as of a damaged checkpoint
 
 
 OnProgress = Callable[[Progress], None]

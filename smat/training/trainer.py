@@ -30,16 +30,7 @@ LOOK_EVERY = 25  # steps between looks at the loss where looking means waiting f
 
 
 class Trainer:
-    """A model, its optimiser and how far they are: what a checkpoint holds.
-
-    Attributes:
-        step: Steps done.
-        seconds: Time spent, in this process and in those that a kill ended.
-        loss_sum: The losses since the last point of the curve, `loss_count` of them.
-        curve: [step, mean training loss, accuracy or None] at points of the run.
-        accuracy: The last evaluation's.
-        look_every: Steps between looks at the loss.
-    """
+    """A model, its optimiser and how far they are: what a checkpoint holds."""
 
     def __init__(
         self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int
@@ -52,11 +43,10 @@ class Trainer:
         self.model = model.to(fabric.device)
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
         self.step = 0
-        self.seconds = 0.0
-        self.loss_sum = 0.0
-        self.loss_count = 0
-        self.curve: list[list[Any]] = []
-        self.accuracy: float | None = None
+        self.seconds = 0.0  # spent in this process and in those that a kill ended
+        self.loss_sum, self.loss_count = 0.0, 0  # since the last point of the curve
+        self.curve: list[list[Any]] = []  # [step, mean training loss, accuracy or None]
+        self.accuracy: float | None = None  # the last evaluation's
         self.gradient_norm: Tensor | None = None
         self.look_every = 1 if fabric.device.type == "cpu" else LOOK_EVERY
         self._recent: list[Tensor] = []  # losses that nobody has looked at
@@ -164,10 +154,9 @@ class Trainer:
 
     def _batch(self) -> Batch:
         """Make this device's examples of the step's batch."""
-        size, world = self.config.batch_size, self.fabric.world_size
-        batch = self.task.train_batch(self.step, size, self.seed)
-        if world > 1:
-            mine = slice(self.fabric.global_rank, None, world)
+        batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
+        if self.fabric.world_size > 1:
+            mine = slice(self.fabric.global_rank, None, self.fabric.world_size)
             inputs = {name: x[mine] for name, x in batch.inputs.items()}
             batch = Batch(inputs, batch.rows[mine], batch.targets[mine], batch.cell)
         return batch.to(self.fabric.device)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from smat.experiments.run import Run
+from smat.experiments.store import COMMITTED, Store
 from smat.experiments.tables import EXPERIMENTS, mqar
 
 PUBLISHED = json.loads(
@@ -59,3 +60,16 @@ def test_the_papers_routing_table_is_whole():
     assert len(smat) == 4 * 6 * 3
     assert {(run.training.steps, run.training.batch_size) for run in smat} == {(1500, 64)}
     assert {run.task.seq_len for run in runs} == {1024}
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="not a checkout")
+def test_every_committed_record_counts_as_finished(tmp_path):
+    runs = [
+        run
+        for experiment in EXPERIMENTS.values()
+        for preset in experiment.presets
+        for run in experiment.runs(preset, None)
+    ]
+    store = Store(tmp_path)
+    found = {store.find(run)["key"] for run in runs if store.find(run) is not None}
+    assert len(found) == len(list(COMMITTED.rglob("*.json")))

@@ -31,14 +31,14 @@ RECIPE = TrainingConfig(
     weight_decay=0.1,
     schedule="cosine",
 )
-SMALL_RECIPE = RECIPE.model_copy(update={"steps": 3000, "batch_size": 64, "eval_every": 500})
+SMALL_RECIPE = RECIPE.changed(steps=3000, batch_size=64, eval_every=500)
 PRESETS = {
     "quick": RecallPreset(
         reduced="loads of 4 and 16 bindings, width 32, Mamba-2 alone and with d = 2, "
         "300 steps of 64",
         task=JointRecall(loads=((1, 4), (2, 8)), num_validation=500),
         widths=(32,),
-        training=SMALL_RECIPE.model_copy(update={"steps": 300}),
+        training=SMALL_RECIPE.changed(steps=300),
         arms=("mamba2", "mamba2_smat_d2"),
     ),
     "standard": RecallPreset(
@@ -61,7 +61,7 @@ PRESETS = {
 def arms(preset: RecallPreset) -> dict[str, Arm]:
     """Return the rows of the table: those of multi-query recall, matched backbones, mixtures."""
     (width,), task, training = preset.widths, preset.task, preset.training
-    balanced = training.model_copy(update={"balance_weight": 0.01})
+    balanced = training.changed(balance_weight=0.01)
     wide_delta = two_layers("gated_deltanet", MATCHED_WIDTH, **delta_options(width))
     wide_mamba2 = two_layers("mamba2", MATCHED_WIDTH, **MAMBA2)
 

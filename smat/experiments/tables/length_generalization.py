@@ -27,7 +27,7 @@ RECIPE = TrainingConfig(
     weight_decay=0.1,
     schedule="cosine",
 )
-SMALL_RECIPE = RECIPE.model_copy(update={"learning_rate": 2e-3, "eval_every": 250})
+SMALL_RECIPE = RECIPE.changed(learning_rate=2e-3, eval_every=250)
 # Boundaries by the names of the models' `boundary` option, which are the names of the arms too.
 LABELS = {
     "none": "no boundary",
@@ -59,13 +59,13 @@ PRESETS = {
     "quick": LengthPreset(
         reduced="trained at T = 128 with 8 pairs for 300 steps, evaluated up to 512; kept and T/4",
         task=QUICK,
-        training=SMALL_RECIPE.model_copy(update={"steps": 300}),
+        training=SMALL_RECIPE.changed(steps=300),
         arms=("kept", "window_4"),
     ),
     "standard": LengthPreset(
         reduced="trained at T = 256 with 16 pairs for 1,500 steps, evaluated up to 2048",
         task=STANDARD,
-        training=SMALL_RECIPE.model_copy(update={"steps": 1500}),
+        training=SMALL_RECIPE.changed(steps=1500),
     ),
     "paper": LengthPreset(
         reduced="as in the paper: trained at T = 1024 with 64 pairs, evaluated up to 8192",

@@ -32,7 +32,7 @@ RECIPE = TrainingConfig(
     schedule="cosine",
 )
 SMALL = MQAR(vocab_size=128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8),), num_eval=500)
-SMALL_RECIPE = RECIPE.model_copy(update={"steps": 3000, "batch_size": 64, "eval_every": 250})
+SMALL_RECIPE = RECIPE.changed(steps=3000, batch_size=64, eval_every=250)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ PRESETS = {
         "1,000 steps of 64 examples",
         task=SMALL,
         widths=(32,),
-        training=SMALL_RECIPE.model_copy(update={"steps": 1000}),
+        training=SMALL_RECIPE.changed(steps=1000),
         arms=("mamba2", "mamba2_smat_d2"),
     ),
     "standard": RecallPreset(
@@ -87,34 +87,28 @@ def delta_options(width: int) -> dict[str, Any]:
 
 def recall_arms(task: Task, width: int, training: TrainingConfig) -> dict[str, Arm]:
     """Return the rows that this table and joint recall have in common."""
-    balanced = training.model_copy(update={"balance_weight": 0.01})
+    balanced = training.changed(balance_weight=0.01)
     delta = delta_options(width)
 
     def arm(label: str, mixer: str, options: dict[str, Any]) -> Arm:
         return Arm(label, task, two_layers(mixer, width, **options), training)
 
     def smat(label: str, mixer: str, options: dict[str, Any], vc_dim: int) -> Arm:
-        return Arm(label, task, two_layers(mixer, width, **options, vc_dim=vc_dim), balanced)
+        model = two_layers(mixer, width, **options, vc_dim=vc_dim)
+        return Arm(f"{label} + SMat (d = {vc_dim})", task, model, balanced)
 
+    log_linear = arm("Gated DeltaNet, Log-Linear", "gated_deltanet_log_linear", delta)
     return {
         "gated_deltanet": arm("Gated DeltaNet", "gated_deltanet", delta),
-        "gated_deltanet_log_linear": arm(
-            "Gated DeltaNet, Log-Linear", "gated_deltanet_log_linear", delta
-        ),
-        "gated_deltanet_smat_d2": smat(
-            "Gated DeltaNet + SMat (d = 2)", "gated_deltanet_smat", delta, 2
-        ),
-        "gated_deltanet_smat_d3": smat(
-            "Gated DeltaNet + SMat (d = 3)", "gated_deltanet_smat", delta, 3
-        ),
-        "gated_deltanet_smat_d4": smat(
-            "Gated DeltaNet + SMat (d = 4)", "gated_deltanet_smat", delta, 4
-        ),
+        "gated_deltanet_log_linear": log_linear,
+        "gated_deltanet_smat_d2": smat("Gated DeltaNet", "gated_deltanet_smat", delta, 2),
+        "gated_deltanet_smat_d3": smat("Gated DeltaNet", "gated_deltanet_smat", delta, 3),
+        "gated_deltanet_smat_d4": smat("Gated DeltaNet", "gated_deltanet_smat", delta, 4),
         "mamba2": arm("Mamba-2", "mamba2", MAMBA2),
         "mamba2_log_linear": arm("Mamba-2, Log-Linear", "mamba2_log_linear", MAMBA2),
-        "mamba2_smat_d2": smat("Mamba-2 + SMat (d = 2)", "mamba2_smat", MAMBA2, 2),
-        "mamba2_smat_d3": smat("Mamba-2 + SMat (d = 3)", "mamba2_smat", MAMBA2, 3),
-        "mamba2_smat_d4": smat("Mamba-2 + SMat (d = 4)", "mamba2_smat", MAMBA2, 4),
+        "mamba2_smat_d2": smat("Mamba-2", "mamba2_smat", MAMBA2, 2),
+        "mamba2_smat_d3": smat("Mamba-2", "mamba2_smat", MAMBA2, 3),
+        "mamba2_smat_d4": smat("Mamba-2", "mamba2_smat", MAMBA2, 4),
     }
 
 

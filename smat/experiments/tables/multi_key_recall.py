@@ -50,7 +50,7 @@ PRESETS = {
         "softmax, linear and SMat",
         seq_len=128,
         width=64,
-        training=RECIPE.model_copy(update={"steps": 300, "learning_rate": 2e-3, "eval_every": 100}),
+        training=RECIPE.changed(steps=300, learning_rate=2e-3, eval_every=100),
         arms=("softmax", "linear", "smat_d2", "smat_d3", "smat_d4"),
         control_lengths=(128,),
     ),
@@ -58,9 +58,7 @@ PRESETS = {
         reduced="T = 256, width 128, 700 of 12,000 steps at 1.5e-3, one seed",
         seq_len=256,
         width=128,
-        training=RECIPE.model_copy(
-            update={"steps": 700, "learning_rate": 1.5e-3, "eval_every": 116}
-        ),
+        training=RECIPE.changed(steps=700, learning_rate=1.5e-3, eval_every=116),
         control_lengths=(128, 256),
     ),
     "paper": MultiKeyPreset(
@@ -79,7 +77,7 @@ def arms(preset: MultiKeyPreset, task: MultiKeyRecall) -> dict[str, Arm]:
     head = preset.width // 4
     # Linear attention with as much memory as d = 3 has in its types and the causal branch.
     num_states = Geometry.for_distant(task.seq_len // 2, 3).num_types + 1
-    balanced = preset.training.model_copy(update={"balance_weight": 0.01})
+    balanced = preset.training.changed(balance_weight=0.01)
     recurrent: dict[str, Any] = {"head_dim": head, "state_dim": head, "expand": 1}
     delta: dict[str, Any] = {"num_heads": 4, "head_dim": head, "expand_v": 1.0}
     gated: dict[str, Any] = {
@@ -153,11 +151,9 @@ class Sweep:
         """Return a row of the sweep; warmup and rate are scaled as the preset scales its own."""
         task = MultiKeyRecall(num_keys=num_keys, seq_len=preset.seq_len)
         steps, rate = preset.training.steps, preset.training.learning_rate
-        training = preset.training.model_copy(
-            update={
-                "warmup_steps": self.warmup_steps * steps // RECIPE.steps,
-                "learning_rate": self.learning_rate * rate / RECIPE.learning_rate,
-            }
+        training = preset.training.changed(
+            warmup_steps=self.warmup_steps * steps // RECIPE.steps,
+            learning_rate=self.learning_rate * rate / RECIPE.learning_rate,
         )
         return Arm(self.label, task, arms(preset, task)["softmax"].model, training)
 

@@ -28,7 +28,7 @@ RECIPE = TrainingConfig(
 PRESETS = {
     "quick": Preset(
         reduced="300 of 1,500 steps, one seed",
-        training=RECIPE.model_copy(update={"steps": 300}),
+        training=RECIPE.changed(steps=300),
     ),
     "standard": Preset(reduced="1,500 steps as in the paper, one seed", training=RECIPE),
     "paper": Preset(
@@ -39,7 +39,7 @@ PRESETS = {
 
 def arms(preset: Preset, num_landmarks: int) -> dict[str, Arm]:
     """Return the rows of the table; a model without a mask is asked at rows of the causal one."""
-    constant = preset.training.model_copy(update={"schedule": "constant"})
+    constant = preset.training.changed(schedule="constant")
 
     def arm(
         label: str,
