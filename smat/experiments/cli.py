@@ -28,7 +28,7 @@ app = typer.Typer()
 
 TABLE_WIDTH = 200
 STOPPED = 130  # what a shell returns after Ctrl-C
-TRAIN_PACKAGES = ("lightning.fabric", "safetensors", "tensorboard")
+TRAIN_PACKAGES = ("lightning", "safetensors", "tensorboard")
 
 
 def examples(*commands: str) -> str:

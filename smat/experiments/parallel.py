@@ -45,9 +45,7 @@ class ProcessEngine:
             while True:
                 for worker in workers:
                     if worker.run is None and not should_stop():
-                        run = next(waiting, None)
-                        if run is not None:
-                            worker.begin(run, store.folder(run))
+                        worker.begin(next(waiting, None), store)
                 busy = [worker for worker in workers if worker.run is not None]
                 if not busy:
                     return
@@ -55,13 +53,12 @@ class ProcessEngine:
                     for worker in busy:
                         worker.stop()
                 ready = wait([worker.pipe for worker in busy], timeout=ASK_SECONDS)
-                for worker in busy:
-                    if worker.pipe in ready:
-                        run, message = worker.receive()
-                        if isinstance(message, Outcome):
-                            yield message
-                        else:
-                            on_progress(run, message)
+                for worker in (worker for worker in busy if worker.pipe in ready):
+                    run, message = worker.receive()
+                    if isinstance(message, Outcome):
+                        yield message
+                    else:
+                        on_progress(run, message)
         finally:
             for worker in workers:
                 worker.end()
@@ -87,8 +84,10 @@ class Worker:
     pipe: Connection = field(init=False, repr=False)
     is_stopping: bool = False
 
-    def begin(self, run: Run, folder: Path) -> None:
-        """Let the process make a run."""
+    def begin(self, run: Run | None, store: Store) -> None:
+        """Let the process make a run, if there is one left."""
+        if run is None:
+            return
         if self.process is None:
             context = multiprocessing.get_context("spawn")
             self.pipe, theirs = context.Pipe()
@@ -97,7 +96,7 @@ class Worker:
             self.process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
         self.run = run
-        self.pipe.send((run, folder))
+        self.pipe.send((run, store.folder(run)))
 
     def stop(self) -> None:
         """Ask the run to write a checkpoint and end."""
@@ -159,7 +158,7 @@ def serve(pipe: Connection, num_threads: int | None, device: str) -> None:
 class RayEngine:
     """Ray schedules the runs, each with an even number of the cluster's cores, or one core.
 
-    Folders should lie where every node sees them. A Ray that is already connected is used as it is; else RAY_ADDRESS, or a local cluster.
+    Folders should lie where every node sees them.
     """
 
     num_parallel: int | None = None
@@ -170,50 +169,25 @@ class RayEngine:
     ) -> Iterator[Outcome]:
         """See `smat.experiments.engine.Engine`."""
         ray = require("ray", extra="ray")
-        is_ours = not ray.is_initialized()
-        if is_ours:
-            try:  # to reach RAY_ADDRESS, or to start a local cluster
-                ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-            except Exception as error:  # Ray raises a plain one if a node does not come up in time
-                raise ConnectionError(f"Ray does not start: {_first_line(error)}") from error
-        try:
-            yield from self._make(ray, list(runs), store, on_progress, should_stop)
-        except ray.exceptions.RayError as error:
-            raise ConnectionError(
-                f"the Ray cluster is lost ({_first_line(error)}); run the same command again to "
-                "go on from the last checkpoints"
-            ) from error
-        finally:
-            if is_ours:
-                ray.shutdown()
-
-    def _make(
-        self,
-        ray: Any,
-        runs: list[Run],
-        store: Store,
-        on_progress: OnProgress,
-        should_stop: ShouldStop,
-    ) -> Iterator[Outcome]:
-        board = ray.remote(num_cpus=0)(Board).remote()
-        work = ray.remote(max_retries=RETRIES, **self._resources(ray))(make_remotely)
-        open_tasks = {work.remote(run, store.folder(run), self.device, board): run for run in runs}
         by_key = {run.key: run for run in runs}
-        asked = False
-        while open_tasks:
-            if should_stop() and not asked:
-                asked = True
-                board.ask_to_stop.remote()
-            ready, _ = ray.wait(list(open_tasks), timeout=POLL_SECONDS)
-            for key, progress in ray.get(board.take.remote()):
-                on_progress(by_key[key], progress)
-            for task in ready:
-                run = open_tasks.pop(task)
-                try:
-                    yield ray.get(task)
-                except ray.exceptions.RayError as error:
-                    message = f"Ray lost it ({_first_line(error)}); run the same command again"
-                    yield Outcome(run, "failed", message=message)
+        with _connected(ray):
+            board = ray.remote(num_cpus=0)(Board).remote()
+            work = ray.remote(max_retries=RETRIES, **self._resources(ray))(make_remotely)
+            open_tasks = {
+                work.remote(run, store.folder(run), self.device, board): run
+                for run in by_key.values()
+            }
+            while open_tasks:
+                for key, progress in ray.get(board.take.remote(should_stop())):
+                    on_progress(by_key[key], progress)
+                ready, _ = ray.wait(list(open_tasks), timeout=POLL_SECONDS)
+                for task in ready:
+                    run = open_tasks.pop(task)
+                    try:
+                        yield ray.get(task)
+                    except ray.exceptions.RayError as error:
+                        message = f"Ray lost it ({_first_line(error)}); run the same command again"
+                        yield Outcome(run, "failed", message=message)
 
     def _resources(self, ray: Any) -> dict[str, float]:
         """Say what Ray is to reserve for a run."""
@@ -234,17 +208,14 @@ class Board:
         self.is_stopping = False
 
     def tell(self, key: str, progress: Progress) -> None:
-        """Leave word."""
+        """Leave word of a run."""
         self.news.append((key, progress))
 
-    def take(self) -> list[tuple[str, Progress]]:
-        """Take what has come in."""
+    def take(self, is_stopping: bool) -> list[tuple[str, Progress]]:
+        """Take what has come in, and say whether every run shall write a checkpoint and end."""
+        self.is_stopping = is_stopping
         news, self.news = self.news, []
         return news
-
-    def ask_to_stop(self) -> None:
-        """Have every run write a checkpoint and end."""
-        self.is_stopping = True
 
     def stopping(self) -> bool:
         """Tell a run whether to stop."""
@@ -265,6 +236,27 @@ def make_remotely(run: Run, folder: Path, device: str, board: Any) -> Outcome:
 
     device = "cuda" if device.startswith("cuda") else device  # Ray shows a run one GPU
     return attempt(run, folder, device, tell, now_and_then(ask, POLL_SECONDS))
+
+
+@contextlib.contextmanager
+def _connected(ray: Any) -> Iterator[None]:
+    """Use a Ray that is already connected as it is; else connect to RAY_ADDRESS, or start one."""
+    is_ours = not ray.is_initialized()
+    if is_ours:
+        try:
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except Exception as error:  # Ray raises a plain one if a node does not come up in time
+            raise ConnectionError(f"Ray does not start: {_first_line(error)}") from error
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise ConnectionError(
+            f"the Ray cluster is lost ({_first_line(error)}); run the same command again to go on "
+            "from the last checkpoints"
+        ) from error
+    finally:
+        if is_ours:
+            ray.shutdown()
 
 
 def _first_line(error: Exception) -> str:

@@ -95,9 +95,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         except CheckpointError as error:
             damage.append(str(error))
             continue
-        if not damage:
-            return state, None
-        return state, f"{damage[0]}; going on from {path.name}, step {state['step']}"
+        going_on = f"; going on from {path.name}, step {state['step']}"
+        return state, damage[0] + going_on if damage else None
     if damage:
         files = " ".join(str(path) for path in _files(folder) if path.exists())
         raise CheckpointError(
