@@ -178,9 +178,13 @@ class RayEngine:
                 for run in by_key.values()
             }
             while open_tasks:
-                for key, progress in ray.get(board.take.remote(should_stop())):
-                    on_progress(by_key[key], progress)
+                if (
+                    should_stop()
+                ):  # told before waiting: a run that waits for an answer frees a core
+                    board.ask_to_stop.remote()
                 ready, _ = ray.wait(list(open_tasks), timeout=POLL_SECONDS)
+                for key, progress in ray.get(board.take.remote()):
+                    on_progress(by_key[key], progress)
                 for task in ready:
                     run = open_tasks.pop(task)
                     try:
@@ -211,11 +215,14 @@ class Board:
         """Leave word of a run."""
         self.news.append((key, progress))
 
-    def take(self, is_stopping: bool) -> list[tuple[str, Progress]]:
-        """Take what has come in, and say whether every run shall write a checkpoint and end."""
-        self.is_stopping = is_stopping
+    def take(self) -> list[tuple[str, Progress]]:
+        """Take what has come in."""
         news, self.news = self.news, []
         return news
+
+    def ask_to_stop(self) -> None:
+        """Have every run write a checkpoint and end."""
+        self.is_stopping = True
 
     def stopping(self) -> bool:
         """Tell a run whether to stop."""
