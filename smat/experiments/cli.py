@@ -2,43 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
-from collections.abc import Sequence
-from importlib.util import find_spec
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from smat.experiments.choose import choose_runs, parse_seeds
 from smat.experiments.display import Clock, Display
-from smat.experiments.engines import Engine, ProcessEngine, SerialEngine
-from smat.experiments.execute import Outcome
-from smat.experiments.options import (
-    LIST_EXAMPLES,
-    REPORT_EXAMPLES,
-    RUN_EXAMPLES,
-    STATUS_EXAMPLES,
-    Again,
-    Device,
-    EngineName,
-    Jobs,
-    Name,
-    Only,
-    Out,
-    Preset,
-    Seeds,
-    Where,
-)
-from smat.experiments.ray_engine import RayEngine
-from smat.experiments.records import ROOT, Store
-from smat.experiments.registry import EXPERIMENTS, find_experiment
-from smat.experiments.run import Experiment, Run
-from smat.experiments.runner import Stop, run_all, unfinished
-from smat.experiments.work import work_in_progress
-from smat.extras import missing_extra
+from smat.experiments.engine import Engine, SerialEngine, run_all
+from smat.experiments.parallel import ProcessEngine, RayEngine
+from smat.experiments.store import ROOT, Store
+from smat.experiments.tables import EXPERIMENTS, find_experiment
+from smat.extras import require
 from smat.training.fabric import parse_device
 
 app = typer.Typer()
@@ -48,10 +31,24 @@ STOPPED = 130  # what a shell returns after Ctrl-C
 TRAIN_PACKAGES = ("lightning", "safetensors", "tensorboard")
 
 
-@app.command("list", epilog=LIST_EXAMPLES)
+def examples(*commands: str) -> str:
+    """Lay out the examples below a command's help, which typer wants apart from each other."""
+    return "\n\n".join(["Examples:", *(f"  {command}" for command in commands)])
+
+
+class EngineName(str, Enum):
+    """Where runs are made, by the names that `--engine` takes."""
+
+    local = "local"
+    ray = "ray"
+
+
+Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
+
+
+@app.command("list", epilog=examples("smat list"))
 def list_experiments(out: Out = ROOT) -> None:
     """List experiments and presets, how many runs they have, and how many are finished."""
-    store = Store(out)
     table = Table(header_style="bold")
     for heading in ("experiment", "preset", "runs", "finished", "what is reduced"):
         right = heading in ("runs", "finished")
@@ -59,67 +56,106 @@ def list_experiments(out: Out = ROOT) -> None:
     for experiment in EXPERIMENTS.values():
         for index, (preset, line) in enumerate(experiment.presets.items()):
             runs = experiment.runs(preset, None)
-            finished = len(runs) - len(unfinished(runs, store))
+            finished = len(runs) - len(Store(out).unfinished(runs))
             name = experiment.name if index == 0 else ""
             table.add_row(name, preset, str(len(runs)), str(finished), line)
         table.add_section()
     Console(width=TABLE_WIDTH, highlight=False).print(table)
 
 
-@app.command(epilog=RUN_EXAMPLES)
+@app.command(
+    epilog=examples(
+        "smat run subset-routing --preset quick",
+        "smat run subset-routing --preset paper --seeds 0,1,2 --only 'smat_d*' --only k=2 --jobs 2",
+        "smat run mqar --preset standard --engine ray --device cuda --out /shared/experiments",
+    )
+    + "\n\nFinished runs are never repeated, interrupted ones go on where they were: run the same "
+    "command."
+)
 def run(
-    name: Name,
-    preset: Preset = "quick",
-    seeds: Seeds = None,
-    only: Only = None,
-    jobs: Jobs = None,
-    engine: Where = EngineName.local,
-    device: Device = "auto",
+    name: Annotated[str, typer.Argument(help="An experiment that `smat list` names.")],
+    preset: Annotated[str, typer.Option(help="How much of the paper's settings.")] = "quick",
+    seeds: Annotated[str | None, typer.Option(help="Seeds, as 0,1,2 (the preset's).")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="An arm or a cell, or a pattern as 'smat_d*'; may be repeated."),
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs made at the same time (1).")] = None,
+    engine: Annotated[
+        EngineName, typer.Option(help="Here, or on a Ray cluster.")
+    ] = EngineName.local,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Out = ROOT,
-    again: Again = False,
+    again: Annotated[bool, typer.Option("--again", help="Repeat finished runs too.")] = False,
 ) -> None:
     """Make the runs of an experiment that are not finished, and print its table."""
-    experiment, store = find_experiment(name), Store(out)
-    runs = choose_runs(experiment, preset, parse_seeds(seeds), only or ())
-    to_make = runs if again else unfinished(runs, store)
-    error_console, console = Console(stderr=True), Console(width=TABLE_WIDTH, highlight=False)
-    error_console.print(
-        f"{experiment.name}, preset {preset}: {len(runs)} runs, "
-        f"{len(runs) - len(to_make)} finished, {len(to_make)} to make",
-        highlight=False,
-    )
-    outcomes: list[Outcome] = []
+    experiment, store, console = find_experiment(name), Store(out), Console(stderr=True)
+    runs = experiment.choose(preset, parse_seeds(seeds), only or ())
+    to_make = runs if again else store.unfinished(runs)
+    counts = f"{len(runs)} runs, {len(runs) - len(to_make)} finished, {len(to_make)} to make"
+    console.print(f"{experiment.name}, preset {preset}: {counts}", highlight=False)
+    outcomes = []
     if to_make:
-        _require_extras(engine)
-        if engine is EngineName.local:
-            parse_device(device)  # once, and not once a run
         made_by = _engine(engine, jobs, device)
-        outcomes = _make(runs, to_make, store, made_by, jobs or 1, again, error_console)
-    _print_table(experiment, preset, store, console)
-    command = _command(name, preset, seeds, only or (), jobs, engine, device, out)
-    _end(outcomes, to_make, command, error_console)
+        clock = Clock(to_make, jobs or 1)
+        for finished in runs:
+            record = store.find(finished)
+            if record is not None and record.get("steps_per_second"):
+                clock.learn(finished.arm, 1 / record["steps_per_second"])
+        with (
+            Display(to_make, clock, console) as display,
+            stop_on_signal(lambda text: display.say(text, "yellow")) as should_stop,
+        ):
+            outcomes = run_all(
+                to_make, store, made_by, listener=display, should_stop=should_stop, again=again
+            )
+    from smat.report.experiments_table import print_table
+
+    print_table(experiment, preset, store.roots, Console(width=TABLE_WIDTH, highlight=False))
+    num_failed = sum(outcome.kind == "failed" for outcome in outcomes)
+    num_left = len(to_make) - sum(outcome.kind == "finished" for outcome in outcomes)
+    if num_left:
+        failed = f", {num_failed} failed" if num_failed else ""
+        count = f"{num_left} of {len(to_make)} runs are left{failed}; go on with:"
+        console.print(count, highlight=False)
+        # Without --again: what is finished by then is not repeated.
+        words = ["smat", "run", name, "--preset", preset]
+        words += ["--seeds", seeds] if seeds is not None else []
+        words += [word for choice in only or () for word in ("--only", choice)]
+        words += ["--jobs", str(jobs)] if jobs is not None else []
+        words += ["--engine", engine.value] if engine is not EngineName.local else []
+        words += ["--device", device] if device != "auto" else []
+        words += ["--out", str(out)] if out != ROOT else []
+        console.print(f"  {shlex.join(words)}", soft_wrap=True, highlight=False, markup=False)
+    if num_failed:
+        raise typer.Exit(1)
+    if num_left and not all(outcome.kind == "busy" for outcome in outcomes):
+        raise typer.Exit(STOPPED)
 
 
-@app.command(epilog=STATUS_EXAMPLES)
+@app.command(epilog=examples("smat status", "smat status subset-routing --out /shared/experiments"))
 def status(
     name: Annotated[str | None, typer.Argument(help="One experiment (all).")] = None,
     out: Out = ROOT,
 ) -> None:
     """Show what is finished, what is at work and what was interrupted."""
     store = Store(out)
-    chosen = EXPERIMENTS if name is None else {name: find_experiment(name)}
     console = Console(width=TABLE_WIDTH, highlight=False)
-    for experiment in chosen.values():
+    for experiment in EXPERIMENTS.values() if name is None else [find_experiment(name)]:
         for preset in experiment.presets:
             runs = experiment.runs(preset, None)
-            left = unfinished(runs, store)
-            console.print(f"{experiment.name}, {preset}: {len(runs) - len(left)} of {len(runs)}")
-    for work in work_in_progress(store):
-        if name in (None, work.experiment):
+            finished = len(runs) - len(store.unfinished(runs))
+            console.print(f"{experiment.name}, {preset}: {finished} of {len(runs)}")
+    for work in store.work_in_progress():
+        if name in (None, work.run["experiment"]):
             console.print(f"  {work.describe()}", soft_wrap=True)
 
 
-@app.command(epilog=REPORT_EXAMPLES)
+@app.command(
+    epilog=examples(
+        "smat report", "smat report --out /shared/experiments", "smat report --tables README.md"
+    )
+)
 def report(
     out: Out = ROOT,
     tables: Annotated[
@@ -135,90 +171,48 @@ def report(
         return
     from smat.report.experiments_page import write_report
 
-    page = write_report(out, Store(out).roots)
-    typer.echo(f"Report: {page}")
+    typer.echo(f"Report: {write_report(out, Store(out).roots)}")
 
 
-def _make(
-    runs: Sequence[Run],
-    to_make: Sequence[Run],
-    store: Store,
-    engine: Engine,
-    jobs: int,
-    again: bool,
-    console: Console,
-) -> list[Outcome]:
-    clock = Clock(to_make, jobs)
-    for finished in runs:
-        record = store.find(finished)
-        if record is not None and record.get("steps_per_second"):
-            clock.learn(finished.arm, 1 / record["steps_per_second"])
-    with Display(to_make, clock, console) as display:
-        stop = Stop(
-            lambda: display.say("stopping at the next step; Ctrl-C again stops at once", "yellow")
-        )
-        with stop.listening():
-            return run_all(to_make, store, engine, listener=display, should_stop=stop, again=again)
+def parse_seeds(text: str | None) -> list[int] | None:
+    """Read seeds as the command line has them.
+
+    >>> parse_seeds("0,1,2"), parse_seeds(None)
+    ([0, 1, 2], None)
+    """
+    try:
+        return None if text is None else [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise ValueError(f"seeds are whole numbers, as 0,1,2, not {text!r}") from None
+
+
+@contextlib.contextmanager
+def stop_on_signal(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop, the second into an interruption."""
+    asked = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        say("stopping at the next step; Ctrl-C again stops at once")
+
+    is_main = threading.current_thread() is threading.main_thread()  # no other may handle signals
+    signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _engine(name: EngineName, jobs: int | None, device: str) -> Engine:
+    """Return an engine; what is missing is said before anything is begun."""
+    for package in TRAIN_PACKAGES:
+        require(package, extra="train")
     if name is EngineName.ray:
+        require("ray", extra="ray")
         return RayEngine(jobs, device)
+    parse_device(device)  # once, and not once a run
     return SerialEngine(device) if jobs in (None, 1) else ProcessEngine(jobs or 1, device)
-
-
-def _require_extras(engine: EngineName) -> None:
-    """Say what is missing before anything is begun; looking is quicker than importing."""
-    needed = [(package, "train") for package in TRAIN_PACKAGES]
-    if engine is EngineName.ray:
-        needed.append(("ray", "ray"))
-    for package, extra in needed:
-        try:
-            found = find_spec(package) is not None
-        except ModuleNotFoundError:
-            found = False
-        if not found:
-            raise missing_extra(package, extra)
-
-
-def _print_table(experiment: Experiment, preset: str, store: Store, console: Console) -> None:
-    from smat.report.experiments_table import print_table
-
-    print_table(experiment, preset, store.roots, console)
-
-
-def _command(
-    name: str,
-    preset: str,
-    seeds: str | None,
-    only: Sequence[str],
-    jobs: int | None,
-    engine: EngineName,
-    device: str,
-    out: Path,
-) -> str:
-    """Spell the command that goes on, without --again: what is finished by then is not repeated."""
-    words = ["smat", "run", name, "--preset", preset]
-    words += ["--seeds", seeds] if seeds is not None else []
-    words += [word for choice in only for word in ("--only", choice)]
-    words += ["--jobs", str(jobs)] if jobs is not None else []
-    words += ["--engine", engine.value] if engine is not EngineName.local else []
-    words += ["--device", device] if device != "auto" else []
-    words += ["--out", str(out)] if out != ROOT else []
-    return shlex.join(words)
-
-
-def _end(
-    outcomes: Sequence[Outcome], to_make: Sequence[Run], command: str, console: Console
-) -> None:
-    """Say what is left to do, and end with a status that a script can read."""
-    failed = sum(outcome.kind == "failed" for outcome in outcomes)
-    left = len(to_make) - sum(outcome.kind == "finished" for outcome in outcomes)
-    if left:
-        count = f"{left} of {len(to_make)} runs are left" + (f", {failed} failed" if failed else "")
-        console.print(f"{count}; go on with:", highlight=False)
-        console.print(f"  {command}", soft_wrap=True, highlight=False, markup=False)
-    if failed:
-        raise typer.Exit(1)
-    if left and not all(outcome.kind == "busy" for outcome in outcomes):
-        raise typer.Exit(STOPPED)

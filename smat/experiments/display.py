@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from smat.experiments.execute import Outcome
+from smat.experiments.engine import Outcome
 from smat.experiments.run import Run
 from smat.training import Progress as Step
 
@@ -56,8 +55,8 @@ class Clock:
         """Guess the time until the last run ends."""
         if not self.paces:
             return None
-        parts = [self._seconds(arm, steps) for arm, steps in self.left.values()]
-        return max(max(parts, default=0.0), sum(parts) / self.num_parallel)
+        each = [self._seconds(arm, steps) for arm, steps in self.left.values()]
+        return max(max(each, default=0.0), sum(each) / self.num_parallel)
 
     def _seconds(self, arm: str, steps: int) -> float:
         mean = sum(self.paces.values()) / len(self.paces)
@@ -69,9 +68,9 @@ class Display:
 
     def __init__(self, runs: Sequence[Run], clock: Clock, console: Console) -> None:
         self.runs, self.clock, self.console = list(runs), clock, console
-        self.num_ended = 0
+        self.num_finished = 0
         self.rows: dict[str, TaskID] = {}
-        self.steps: defaultdict[str, int] = defaultdict(int)
+        self.steps: dict[str, int] = {}
         self.bars = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -84,7 +83,8 @@ class Display:
             refresh_per_second=2,
         )
         total = sum(run.training.steps for run in self.runs)
-        self.table = self.bars.add_task(self._heading(), total=total, left="", note="")
+        self.table = self.bars.add_task("", total=total, left="", note="")
+        self._move_table()
 
     def __enter__(self) -> Display:
         self.bars.start()
@@ -112,23 +112,22 @@ class Display:
     def ended(self, outcome: Outcome) -> None:
         """Say what became of a run."""
         run, record = outcome.run, outcome.record
-        self.num_ended += outcome.kind == "finished"
         self.clock.end(run)
-        if record is not None:
-            self.clock.learn(run.arm, 1 / record["steps_per_second"])
         self.steps[run.key] = run.training.steps
         if run.key in self.rows:
             self.bars.remove_task(self.rows.pop(run.key))
-        if record is not None:
-            left = left_text(self.clock.all_seconds_left())
-            count = f"{self.num_ended}/{len(self.runs)}"
-            minutes = record["minutes"]
-            taken = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
-            result = f"{record['accuracy']:.1f} % in {taken}"
-            self.say(", ".join(filter(None, [f"{count}  {run.name}: {result}", left])))
-        else:
+        if record is None:
             style = "red" if outcome.kind == "failed" else "yellow"
             self.say(f"{outcome.kind}: {run.name}: {outcome.message}", style)
+        else:
+            self.num_finished += 1
+            self.clock.learn(run.arm, 1 / record["steps_per_second"])
+            minutes = record["minutes"]
+            taken = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
+            result = f"{run.name}: {record['accuracy']:.1f} % in {taken}"
+            left = left_text(self.clock.all_seconds_left())
+            line = f"{self.num_finished}/{len(self.runs)}  {result}"
+            self.say(", ".join(filter(None, [line, left])))
         self._move_table()
 
     def say(self, text: str, style: str = "") -> None:
@@ -137,11 +136,9 @@ class Display:
 
     def _move_table(self) -> None:
         left = left_text(self.clock.all_seconds_left())
-        done = sum(self.steps.values())
-        self.bars.update(self.table, description=self._heading(), completed=done, left=left)
-
-    def _heading(self) -> str:
-        return f"[bold]{self.num_ended} of {len(self.runs)} runs"
+        heading = f"[bold]{self.num_finished} of {len(self.runs)} runs"
+        completed = sum(self.steps.values())
+        self.bars.update(self.table, description=heading, completed=completed, left=left)
 
 
 def left_text(seconds: float | None) -> str:
@@ -150,6 +147,4 @@ def left_text(seconds: float | None) -> str:
     >>> left_text(3725), left_text(0.4), left_text(0), left_text(None)
     ('1:02:05 left', '0:00:01 left', '', '')
     """
-    if not seconds:
-        return ""
-    return f"{timedelta(seconds=max(1, round(seconds)))} left"
+    return f"{timedelta(seconds=max(1, round(seconds)))} left" if seconds else ""

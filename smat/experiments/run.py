@@ -2,50 +2,103 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, Protocol
 
-from smat.experiments.plain import chosen, from_plain, settings, to_plain
+from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import SerializationInfo as Info
+from torch import nn
+
 from smat.tasks.task import Task
 from smat.training import TrainingConfig
 
+HOMES = ("smat.tasks", "smat.models")  # configurations that need no module in their name
+CHANGES_NOTHING = {"training": {"checkpoint_seconds"}}
+Seeds = Sequence[int] | None
 
-@dataclass(frozen=True)
-class Run:
-    """One training run: a cell of a table, for one seed.
 
-    Attributes:
-        experiment: The table, such as "subset-routing".
-        preset: How much of the paper's settings it keeps: "quick", "standard" or "paper".
-        arm: The row of the table, a model.
-        cell: The column, a load.
-        seed: Seeds weights, training batches and held-out examples.
-        task: What is trained on; its fields are its configuration.
-        model: What is trained: `smat.models.ModelConfig`, or a dataclass with `build(task)`.
-        training: How.
+class BuildsModel(Protocol):
+    """The configuration of a model: frozen, of plain fields."""
+
+    def build(self, task: Task) -> nn.Module:
+        """Build the model for a task, with freshly drawn weights."""
+
+
+def name_of(kind: type) -> str:
+    """Name a class so that `find_class` finds it: briefly if it is one of the package's.
+
+    >>> from smat.tasks import MQAR
+    >>> name_of(MQAR)
+    'MQAR'
     """
+    is_ours = any(getattr(import_module(home), kind.__name__, None) is kind for home in HOMES)
+    return kind.__name__ if is_ours else f"{kind.__module__}:{kind.__name__}"
 
-    experiment: str
-    preset: str
-    arm: str
-    cell: str
-    seed: int
-    task: Task
-    model: Any
+
+def find_class(name: str) -> type:
+    """Find a task's or a model's configuration by its name, or by "module:Name" for one's own."""
+    home, _, short = name.rpartition(":")
+    try:
+        modules = [import_module(each) for each in ([home] if home else HOMES)]
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{name!r} cannot be found: {error}") from error
+    found = next((getattr(each, short) for each in modules if hasattr(each, short)), None)
+    if not isinstance(found, type):
+        raise ValueError(f"there is no task or model configuration {name!r}")
+    return found
+
+
+_adapter_of: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
+
+
+def _with_class(config: Any, info: Info) -> dict[str, Any]:
+    """Turn a configuration, a dataclass or a pydantic one, into plain data that names its class."""
+    adapter = _adapter_of(type(config))
+    fields = adapter.dump_python(config, mode="json", exclude_defaults=info.exclude_defaults)
+    return {"class": name_of(type(config)), **fields}
+
+
+def _of_class(config: Any) -> Any:
+    """Rebuild a configuration from plain data; an unknown field raises."""
+    if not isinstance(config, Mapping):
+        return config
+    fields = dict(config)
+    kind = find_class(fields.pop("class"))
+    try:
+        return kind(**fields)
+    except TypeError as error:  # how a dataclass refuses a field
+        raise ValueError(str(error)) from error
+
+
+class Run(BaseModel):
+    """One training run: a cell of a table, for one seed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    experiment: str  # the table, such as "subset-routing"
+    preset: str  # how much of the paper's settings it keeps: "quick", "standard" or "paper"
+    arm: str  # the row of the table, a model
+    cell: str  # the column, a load
+    seed: int  # of weights, training batches and held-out examples
+    task: Annotated[Task, PlainValidator(_of_class), PlainSerializer(_with_class)]
+    model: Annotated[BuildsModel, PlainValidator(_of_class), PlainSerializer(_with_class)]
     training: TrainingConfig
 
-    @cached_property
+    @property
     def key(self) -> str:
         """Twelve hexadecimal digits that name the run's folder.
 
         A field at its default does not count, so a new field leaves old runs their names; a
         default, once records rest on it, must therefore never change.
         """
-        canonical = json.dumps(to_plain(self, chosen), sort_keys=True, separators=(",", ":"))
+        plain = self.model_dump(mode="json", exclude_defaults=True, exclude=CHANGES_NOTHING)
+        canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()[:12]
 
     @property
@@ -54,39 +107,96 @@ class Run:
         return f"{self.arm} {self.cell} seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain data."""
-        return to_plain(self)
+        """Return every field as plain data; `Run.model_validate` takes it back."""
+        return self.model_dump(mode="json")
 
-    def settings(self) -> dict[str, Any]:
-        """Return, as plain data, the fields that change what comes out."""
-        return to_plain(self, settings)
+    def difference(self, plain: Mapping[str, Any]) -> str | None:
+        """Say where plain data tells of other settings than this run's, in fields that both have.
 
-    @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Run:
-        """Rebuild a run; an unknown field raises with its name and the known ones."""
-        return from_plain(cls, plain)
+        How often a checkpoint is written changes no result, so it is no difference.
+        """
+        return _difference(plain, self.model_dump(mode="json", exclude=CHANGES_NOTHING))
+
+
+def _difference(old: Any, new: Any, name: str = "") -> str | None:
+    """Say where two plain configurations differ.
+
+    >>> _difference({"steps": 10, "new": 1}, {"steps": 20})
+    'steps was 10 and is 20'
+    """
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        common = (key for key in old if key in new)
+        found = (_difference(old[key], new[key], f"{name}.{key}".lstrip(".")) for key in common)
+        return next(filter(None, found), None)
+    return None if old == new else f"{name} was {old!r} and is {new!r}"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A row of a table at one load: what the report calls it, and what is trained on what, how."""
+
+    label: str
+    task: Task
+    model: BuildsModel
+    training: TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """How much of the paper's settings a table keeps; tables add what else they vary."""
+
+    reduced: str  # what is reduced, in one line
+    training: TrainingConfig  # the recipe of most arms
+    seeds: tuple[int, ...] = (0,)
+    arms: tuple[str, ...] = ()  # those that are run; none named: all
+
+    def runs(
+        self, experiment: str, name: str, cells: Mapping[str, Mapping[str, Arm]], seeds: Seeds
+    ) -> list[Run]:
+        """List the runs of a table, which is given cell by cell; `seeds` come before its own."""
+        rows = self.arms or tuple(next(iter(cells.values())))
+        return [
+            Run(
+                experiment=experiment, preset=name, arm=row, cell=cell, seed=seed,
+                task=arms[row].task, model=arms[row].model, training=arms[row].training,
+            )
+            for seed in (self.seeds if seeds is None else seeds)
+            for row in rows
+            for cell, arms in cells.items()
+        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure of the paper that can be run.
+    """A table or figure of the paper that can be run."""
 
-    Attributes:
-        name: What the command line calls it, such as "subset-routing".
-        title: What the report calls it.
-        published: The label of the paper's table, a key of published.json; None if it has none.
-        arms: Rows, with their labels.
-        cells: Columns, with their labels.
-        presets: Each with one line that says what is reduced.
-        runs: Makes the runs of a preset, with given seeds or its own.
-        describe: What was chosen where the paper is silent, and why.
-    """
+    name: str  # what the command line calls it, such as "subset-routing"
+    title: str  # what the report calls it
+    published: str | None  # labels of the paper's tables, keys of published.json
+    arms: Mapping[str, str]  # rows, with their labels
+    cells: Mapping[str, str]  # columns, with their labels
+    presets: Mapping[str, str]  # each with one line that says what is reduced
+    runs: Callable[[str, Seeds], list[Run]]  # of a preset, with given seeds or its own
+    describe: str = ""  # what was chosen where the paper is silent, and why
 
-    name: str
-    title: str
-    published: str | None
-    arms: Mapping[str, str]
-    cells: Mapping[str, str]
-    presets: Mapping[str, str]
-    runs: Callable[[str, Sequence[int] | None], list[Run]]
-    describe: str = ""
+    def choose(self, preset: str, seeds: Seeds = None, only: Sequence[str] = ()) -> list[Run]:
+        """List the runs of a preset; `only` names arms and cells, or patterns such as "smat_d*".
+
+        Several arms (or cells) are alternatives; an arm and a cell must both fit.
+        """
+        if preset not in self.presets:
+            known = ", ".join(self.presets)
+            raise ValueError(f"{self.name} has no preset {preset!r}; known: {known}")
+        runs = self.runs(preset, seeds)
+        arms = list(dict.fromkeys(run.arm for run in runs))
+        cells = list(dict.fromkeys(run.cell for run in runs))
+        for pattern in only:
+            if not fnmatch.filter([*arms, *cells], pattern):
+                raise ValueError(
+                    f"{self.name}, preset {preset}, has no arm or cell {pattern!r}; "
+                    f"arms: {', '.join(arms)}; cells: {', '.join(cells)}"
+                )
+        # All arms, or cells, if no pattern is about such names.
+        wanted_arms = [name for each in only for name in fnmatch.filter(arms, each)] or arms
+        wanted_cells = [name for each in only for name in fnmatch.filter(cells, each)] or cells
+        return [run for run in runs if run.arm in wanted_arms and run.cell in wanted_cells]

@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smat.experiments.records import VERSION
 from smat.experiments.run import Experiment
+from smat.experiments.store import VERSION
 
 Record = Mapping[str, Any]
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from smat.experiments.registry import EXPERIMENTS
+from smat.experiments.tables import EXPERIMENTS
 from smat.report.experiments_content import (
     LEAD,
     MASKS,
@@ -38,7 +38,7 @@ from smat.report.experiments_html import prose, table_html
 from smat.report.experiments_markdown import figure_name, markdown_page
 from smat.report.experiments_published import load_published
 from smat.report.published_table import heading_of, notes_of, published_html
-from smat.training.files import write_atomically
+from smat.training.checkpoint import write_atomically
 
 FIGURES = "report-figures"
 

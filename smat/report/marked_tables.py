@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from smat.experiments.registry import find_experiment
+from smat.experiments.tables import find_experiment
 from smat.report.experiments_data import Record, load_records, select
 from smat.report.experiments_table import markdown_table
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 import pickle
+import shutil
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +17,64 @@ import torch
 from torch import Tensor, nn
 
 from smat.extras import require
-from smat.training.files import write_atomically
 
 CURRENT = "checkpoint.pt"
 PREVIOUS = "checkpoint.previous.pt"
 WEIGHTS = "weights.safetensors"
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class CheckpointError(ValueError):
     """A folder's checkpoints are damaged."""
+
+
+class DiskFullError(OSError):
+    """There was no room for a file; what was there before is still whole."""
+
+
+def write_atomically(path: Path, content: bytes, keep_as: Path | None = None) -> None:
+    """Replace a file by new content that reaches the disk first; a kill leaves old or new.
+
+    `keep_as` gets the old content. Without room, the old file stays and `DiskFullError` is raised.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with explain_full_disk(path, len(content)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if keep_as is not None and path.exists():
+                os.replace(path, keep_as)
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def explain_full_disk(path: Path, size: int = 1) -> Iterator[None]:
+    """Turn the system's error for a full disk into one that says what did not fit, and what to do.
+
+    >>> with explain_full_disk(Path("record.json"), 2_000_000):
+    ...     raise OSError(errno.ENOSPC, "No space left on device")
+    Traceback (most recent call last):
+    smat.training.checkpoint.DiskFullError: no room for record.json: it needs 2.00 MB, ...
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        free = shutil.disk_usage(folder).free
+        raise DiskFullError(
+            f"no room for {path}: it needs {size / 1e6:.2f} MB, {free / 1e6:.2f} MB are free; what "
+            "was written before is whole, so make room and run the same command again to go on"
+        ) from error
 
 
 def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
@@ -43,9 +95,8 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
         except CheckpointError as error:
             damage.append(str(error))
             continue
-        if not damage:
-            return state, None
-        return state, f"{damage[0]}; going on from {path.name}, step {state['step']}"
+        going_on = f"; going on from {path.name}, step {state['step']}"
+        return state, damage[0] + going_on if damage else None
     if damage:
         files = " ".join(str(path) for path in _files(folder) if path.exists())
         raise CheckpointError(
@@ -72,9 +123,12 @@ def remove_checkpoints(folder: Path) -> None:
 def save_weights(folder: Path, model: nn.Module) -> None:
     """Write final weights as safetensors; tied weights are written under each of their names."""
     safetensors = require("safetensors.torch", extra="train")
-    weights = {name: weight.detach().cpu().clone() for name, weight in _tensors(model).items()}
-    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-    write_atomically(folder / WEIGHTS, safetensors.save(contiguous))
+    weights = {
+        name: weight.detach().cpu().clone().contiguous()
+        for name, weight in model.state_dict().items()
+        if isinstance(weight, Tensor)
+    }
+    write_atomically(folder / WEIGHTS, safetensors.save(weights))
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
@@ -115,9 +169,16 @@ def _read(path: Path) -> dict[str, Any]:
     return state
 
 
-def _files(folder: Path) -> tuple[Path, ...]:
-    return tuple(folder / name for name in (CURRENT, PREVIOUS, f".{CURRENT}.tmp"))
+def _files(folder: Path) -> list[Path]:
+    return [folder / name for name in (CURRENT, PREVIOUS, f".{CURRENT}.tmp")]
 
 
-def _tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {name: x for name, x in model.state_dict().items() if isinstance(x, Tensor)}
+def _sync_folder(folder: Path) -> None:
+    """Make a rename outlive a power cut, where the system can."""
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -8,22 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smat.tasks.task import Batch, Task
+from smat.tasks.task import Task
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model reaches: accuracies in %, and the mean loss an example.
+    """What a model reaches, accuracies in %."""
 
-    Attributes:
-        accuracy: The mean over cells of each cell's mean score.
-        by_cell: The mean score of each load.
-        loss: The mean over examples.
-    """
-
-    accuracy: float
-    by_cell: dict[str, float]
-    loss: float
+    accuracy: float  # the mean over cells of each cell's mean score
+    by_cell: dict[str, float]  # the mean score of each load
+    loss: float  # the mean over examples
 
 
 @torch.no_grad()
@@ -46,8 +40,8 @@ def evaluate(
             batch = batch.to(device)
             outputs = model(rows=batch.rows, **batch.inputs).float()
             scores[batch.cell].append(task.score(outputs, batch).double().flatten())
-            losses.append(task.loss(outputs, batch).double() * _size(batch))
-            num_examples += _size(batch)
+            losses.append(task.loss(outputs, batch).double() * len(batch.rows))
+            num_examples += len(batch.rows)
     finally:
         model.train(was_training)
     if not losses:
@@ -55,7 +49,3 @@ def evaluate(
     by_cell = {cell: 100 * torch.cat(found).mean().item() for cell, found in scores.items()}
     loss = torch.stack(losses).sum().item() / num_examples
     return Evaluation(sum(by_cell.values()) / len(by_cell), by_cell, loss)
-
-
-def _size(batch: Batch) -> int:
-    return batch.rows.shape[0]

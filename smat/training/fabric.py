@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # What oneDNN may use where the processor claims AMX and dies in it.
 SAFE_ISA = "AVX512_CORE_FP16"
 PROBE = "import torch; x = torch.ones(512, 512, dtype=torch.bfloat16); (x @ x).sum().item()"
+CPUINFO = Path("/proc/cpuinfo")
 
 
 def make_fabric(
@@ -32,10 +33,10 @@ def make_fabric(
     """Build and launch a Fabric on "auto", "cpu", "cuda" or one device such as "cuda:1"."""
     fabric = require("lightning.fabric", extra="train")
     kind, index = parse_device(device)
-    if kind == "cpu" and precision.startswith("bf16"):
-        guard_bfloat16()
     if kind == "cpu":
         keep_freed_pages()  # a step's temporaries are those of the step before
+        if precision.startswith("bf16"):
+            guard_bfloat16()
     for name in ("lightning", "lightning.fabric"):  # it tells at length what was asked for
         logging.getLogger(name).setLevel(logging.WARNING)
     devices = num_devices if index is None else [index]
@@ -69,21 +70,9 @@ def guard_bfloat16() -> None:
     advertised, another process tries first, and if it dies, oneDNN does without AMX here.
     ONEDNN_MAX_CPU_ISA, if set, is left alone.
     """
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or not advertises_amx():
+    has_amx = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
+    if "ONEDNN_MAX_CPU_ISA" in os.environ or not has_amx:
         return
-    if not survives_bfloat16():
-        os.environ["ONEDNN_MAX_CPU_ISA"] = SAFE_ISA
-
-
-def advertises_amx(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Tell whether the processor says that it has AMX."""
-    try:
-        return "amx_tile" in cpuinfo.read_text()
-    except OSError:
-        return False
-
-
-def survives_bfloat16() -> bool:
-    """Try a bf16 product in another process, and tell whether it came back."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
-    return done.returncode == 0
+    if done.returncode:
+        os.environ["ONEDNN_MAX_CPU_ISA"] = SAFE_ISA

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +14,9 @@ from torch import nn
 from smat.tasks.task import Task
 from smat.training.checkpoint import save_weights
 from smat.training.config import TrainingConfig
-from smat.training.event_log import EventLog
 from smat.training.fabric import make_fabric
-from smat.training.progress import Interrupted, OnProgress, Progress, thin
-from smat.training.schedule import learning_rate
+from smat.training.optimizer import learning_rate
+from smat.training.progress import Interrupted, Log, OnProgress, event_log, thin
 from smat.training.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -47,62 +46,50 @@ def train(
     threads as before.
 
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
-    A `fabric` brings another strategy or several devices, each of which takes a part of a batch.
+    A `fabric` brings another strategy or several devices, each of which takes some of a batch.
     """
     folder = Path(folder)
     trainer = Trainer(fabric or make_fabric(device, config.precision), model, task, config, seed)
-    tell = Teller(trainer, on_progress)
-    note = trainer.resume(folder)
-    tell(note)
+    message = trainer.resume(folder)
+    if on_progress is not None:
+        on_progress(trainer.progress(message))
     if trainer.step < config.steps:
         trainer.wrapped.train()
         is_first = trainer.fabric.is_global_zero
-        with closing(EventLog(folder, trainer.step)) if is_first else nullcontext() as log:
-            _take_steps(trainer, folder, log, tell, should_stop)
-    return _finish(trainer, folder)
-
-
-class Teller:
-    """Passes on where the run is, no more often than somebody can read."""
-
-    def __init__(self, trainer: Trainer, listener: OnProgress | None) -> None:
-        self.trainer, self.listener = trainer, listener
-        self.last = -PROGRESS_SECONDS
-
-    def __call__(self, message: str | None = None) -> None:
-        """Tell now."""
-        trainer = self.trainer
-        if self.listener is not None:
-            step, steps = trainer.step, trainer.config.steps
-            loss = trainer.mean_loss()
-            if loss is None and trainer.curve:
-                loss = trainer.curve[-1][1]
-            self.listener(Progress(step, steps, loss, trainer.accuracy, message))
-        self.last = time.monotonic()
-
-    def now_and_then(self) -> None:
-        """Tell if the last time is long enough ago."""
-        if time.monotonic() - self.last >= PROGRESS_SECONDS:
-            self()
+        with event_log(folder, trainer.step) if is_first else nullcontext() as log:
+            _take_steps(trainer, folder, log, on_progress, should_stop)
+    found = trainer.evaluate("test")
+    if trainer.fabric.is_global_zero:
+        save_weights(folder, trainer.model)
+    trainer.curve[-1][2] = found.accuracy
+    return {
+        **asdict(found),
+        "curve": thin(trainer.curve),
+        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
+        "minutes": trainer.seconds / 60,
+        "steps_per_second": config.steps / trainer.seconds,
+    }
 
 
 def _take_steps(
     trainer: Trainer,
     folder: Path,
-    log: EventLog | None,
-    tell: Teller,
+    log: Log | None,
+    on_progress: OnProgress | None,
     should_stop: Callable[[], bool] | None,
 ) -> None:
     """Take the steps that are left; the last one is always kept."""
     config = trainer.config
-    last_save = time.monotonic()
+    last_save = last_told = time.monotonic()
     start = last_save - trainer.seconds
     while trainer.step < config.steps:
         trainer.train_step()
         _note_point(trainer, log)
-        tell.now_and_then()
         now = time.monotonic()
         trainer.seconds = now - start
+        if on_progress is not None and now - last_told >= PROGRESS_SECONDS:
+            on_progress(trainer.progress())
+            last_told = now
         stop = should_stop is not None and should_stop()
         if stop or trainer.step == config.steps or now - last_save >= config.checkpoint_seconds:
             trainer.save(folder)
@@ -111,7 +98,7 @@ def _take_steps(
             raise Interrupted(trainer.step)
 
 
-def _note_point(trainer: Trainer, log: EventLog | None) -> None:
+def _note_point(trainer: Trainer, log: Log | None) -> None:
     """Evaluate where the recipe asks for it, and add a point to the curve where one is due."""
     config, step = trainer.config, trainer.step
     is_last = step == config.steps  # the test split is scored instead
@@ -130,19 +117,4 @@ def _note_point(trainer: Trainer, log: EventLog | None) -> None:
     trainer.curve.append([step, values["train/loss"], accuracy])
     trainer.loss_sum, trainer.loss_count = 0.0, 0
     if log is not None:
-        log.add(step, values)
-
-
-def _finish(trainer: Trainer, folder: Path) -> dict[str, Any]:
-    """Score the trained model, keep its weights, and return what a record needs."""
-    found = trainer.evaluate("test")
-    if trainer.fabric.is_global_zero:
-        save_weights(folder, trainer.model)
-    trainer.curve[-1][2] = found.accuracy
-    return {
-        **asdict(found),
-        "curve": thin(trainer.curve),
-        "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
-        "minutes": trainer.seconds / 60,
-        "steps_per_second": trainer.config.steps / trainer.seconds,
-    }
+        log(step, values)

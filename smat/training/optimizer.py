@@ -1,8 +1,8 @@
-"""The optimiser, and which parameters decay: matrices only, as the paper has it, or all."""
+"""The optimiser, what decays (matrices only, as the paper has it, or all), and its rate."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from typing import Any
 
 import torch
@@ -12,35 +12,6 @@ from smat.training.config import TrainingConfig
 
 # Parameters of a recurrence's dynamics, which the paper leaves out whatever their shape.
 NEVER_DECAYED = {"A_log", "dt_bias", "D"}
-
-
-def decays(name: str, parameter: nn.Parameter, owner: nn.Module) -> bool:
-    """Tell whether a parameter decays under "matrices".
-
-    >>> layer = nn.Linear(4, 4)
-    >>> decays("layer.weight", layer.weight, layer), decays("layer.bias", layer.bias, layer)
-    (True, False)
-    """
-    leaf = name.rpartition(".")[2]
-    is_norm = "norm" in type(owner).__name__.lower()
-    return parameter.ndim >= 2 and leaf not in NEVER_DECAYED and "bias" not in leaf and not is_norm
-
-
-def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
-    """Split what is trained into a group that decays and one that does not.
-
-    >>> config = TrainingConfig(1, 1, 1e-3, weight_decay=0.1)
-    >>> [(g["weight_decay"], len(g["params"])) for g in parameter_groups(nn.Linear(2, 2), config)]
-    [(0.1, 1), (0.0, 1)]
-    """
-    decayed: list[nn.Parameter] = []
-    kept: list[nn.Parameter] = []
-    for name, parameter, owner in _owned_parameters(model):
-        if parameter.requires_grad:
-            decay = config.decay == "all" or decays(name, parameter, owner)
-            (decayed if decay else kept).append(parameter)
-    groups = [(decayed, config.weight_decay), (kept, 0.0)]
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
 
 
 def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Optimizer:
@@ -53,11 +24,47 @@ def make_optimizer(model: nn.Module, config: TrainingConfig) -> torch.optim.Opti
     return kinds[config.optimizer](groups, lr=config.learning_rate, fused=True)
 
 
-def _owned_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, nn.Module]]:
-    """Yield each parameter once, with the module that it belongs to."""
-    seen = set()
-    for prefix, module in model.named_modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if parameter not in seen:
-                seen.add(parameter)
-                yield f"{prefix}.{name}" if prefix else name, parameter, module
+def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str, Any]]:
+    """Split what is trained into a group that decays and one that does not.
+
+    >>> config = TrainingConfig(steps=1, batch_size=1, learning_rate=1e-3, weight_decay=0.1)
+    >>> [(g["weight_decay"], len(g["params"])) for g in parameter_groups(nn.Linear(2, 2), config)]
+    [(0.1, 1), (0.0, 1)]
+    """
+    decayed: list[nn.Parameter] = []
+    kept: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decays = config.decay == "all" or _is_matrix(model, name, parameter)
+            (decayed if decays else kept).append(parameter)
+    groups = [(decayed, config.weight_decay), (kept, 0.0)]
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+
+def learning_rate(step: int, config: TrainingConfig) -> float:
+    """Return the learning rate of a step, counted from 0.
+
+    >>> config = TrainingConfig(steps=10, batch_size=1, learning_rate=1.0, schedule="cosine",
+    ...                         warmup_steps=2, final_fraction=0.5)
+    >>> [round(learning_rate(step, config), 3) for step in (0, 1, 2, 5, 9)]
+    [0.5, 1.0, 1.0, 0.806, 0.5]
+
+    The first step of the warmup already moves, the last one is at the peak, and so is the first
+    step of the cosine; the last step is at `final_fraction` of the peak. A function of the step
+    alone, so a resumed run has nothing to restore.
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    length = config.steps - 1 - config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / length) if length > 0 else 1.0
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * cosine)
+
+
+def _is_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    """Tell a matrix from a bias, the weight of a norm and a parameter of the dynamics."""
+    owner, _, leaf = name.rpartition(".")
+    is_norm = "norm" in type(model.get_submodule(owner)).__name__.lower()
+    return parameter.ndim >= 2 and leaf not in NEVER_DECAYED and "bias" not in leaf and not is_norm

@@ -20,27 +20,17 @@ from smat.training.checkpoint import (
 )
 from smat.training.config import TrainingConfig
 from smat.training.evaluation import Evaluation, evaluate
-from smat.training.finite import non_finite_loss
-from smat.training.optimizer import make_optimizer
-from smat.training.schedule import learning_rate
+from smat.training.optimizer import learning_rate, make_optimizer
+from smat.training.progress import NonFiniteLossError, Progress
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 LOOK_EVERY = 25  # steps between looks at the loss where looking means waiting for the device
-STATE = ("step", "seconds", "loss_sum", "loss_count", "curve", "accuracy")
 
 
 class Trainer:
-    """A model, its optimiser and how far they are.
-
-    Attributes:
-        step: Steps done.
-        seconds: Time spent, in this process and in those that a kill ended.
-        loss_sum: The losses since the last point of the curve, `loss_count` of them.
-        curve: [step, mean training loss, accuracy or None] at points of the run.
-        accuracy: The last evaluation's.
-    """
+    """A model, its optimiser and how far they are: what a checkpoint holds."""
 
     def __init__(
         self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int
@@ -53,19 +43,18 @@ class Trainer:
         self.model = model.to(fabric.device)
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
         self.step = 0
-        self.seconds = 0.0
-        self.loss_sum = 0.0
-        self.loss_count = 0
-        self.curve: list[list[Any]] = []
-        self.accuracy: float | None = None
+        self.seconds = 0.0  # spent in this process and in those that a kill ended
+        self.loss_sum, self.loss_count = 0.0, 0  # since the last point of the curve
+        self.curve: list[list[Any]] = []  # [step, mean training loss, accuracy or None]
+        self.accuracy: float | None = None  # the last evaluation's
         self.gradient_norm: Tensor | None = None
+        self.look_every = 1 if fabric.device.type == "cpu" else LOOK_EVERY
         self._recent: list[Tensor] = []  # losses that nobody has looked at
         self._num_looked_at = 0
-        self._look_every = 1 if fabric.device.type == "cpu" else LOOK_EVERY
 
     def resume(self, folder: Path) -> str | None:
         """Take up a folder's newest whole checkpoint, or seed a new run; return what to tell."""
-        state, note = load_checkpoint(folder)
+        state, message = load_checkpoint(folder)
         if state is None:
             self._seed()
             return None
@@ -78,26 +67,29 @@ class Trainer:
                 f"folder, or delete this one: rm -r {folder}"
             ) from error
         restore_random_state(state["random"], self.fabric.device)
-        for name in STATE:
-            setattr(self, name, state[name])
+        self.step, self.seconds = state["step"], state["seconds"]
+        self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
+        self.curve, self.accuracy = state["curve"], state["accuracy"]
         if self.fabric.global_rank:  # the checkpoint has the generators of the first device
             self._seed()
         self._num_looked_at = self.step
-        return note
-
-    def _seed(self) -> None:
-        rank = self.fabric.global_rank
-        parts = ("training", self.seed, rank, self.step) if rank else ("training", self.seed)
-        torch.manual_seed(seed_of(*parts))
+        return message
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, from the first device; a loss that is no number is never kept."""
         self.look()
         if self.fabric.is_global_zero:
-            state: dict[str, Any] = {name: getattr(self, name) for name in STATE}
-            state["model"] = self.model.state_dict()
-            state["optimizer"] = self.optimizer.state_dict()
-            state["random"] = random_state(self.fabric.device)
+            state = {
+                "step": self.step,
+                "seconds": self.seconds,
+                "loss_sum": self.loss_sum,
+                "loss_count": self.loss_count,
+                "curve": self.curve,
+                "accuracy": self.accuracy,
+                "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "random": random_state(self.fabric.device),
+            }
             save_checkpoint(folder, state)
 
     def train_step(self) -> None:
@@ -107,9 +99,9 @@ class Trainer:
             group["lr"] = learning_rate(self.step, self.config)
         outputs = self.wrapped(rows=batch.rows, **batch.inputs)
         loss = self.task.loss(outputs, batch)
-        total = self._with_balance(loss)
+        total = self.with_balance(loss)
         self._recent += (loss.detach(), total.detach())
-        if len(self._recent) >= 2 * self._look_every:
+        if len(self._recent) >= 2 * self.look_every:
             self.look()  # before the last gradients are gone, which an error tells of
         self.optimizer.zero_grad(set_to_none=True)
         self.fabric.backward(total)
@@ -128,15 +120,7 @@ class Trainer:
         self._recent.clear()
         for loss, total in pairs:
             if not math.isfinite(total):
-                step = self._num_looked_at
-                raise non_finite_loss(
-                    total,
-                    step=step,
-                    learning_rate=learning_rate(step, self.config),
-                    model=self.model,
-                    clip=self.config.clip,
-                    gradient_norm=self.gradient_norm,
-                )
+                raise self._non_finite_loss(total, self._num_looked_at)
             self._num_looked_at += 1
             self.loss_sum += loss
             self.loss_count += 1
@@ -146,26 +130,64 @@ class Trainer:
         self.look()
         return self.loss_sum / self.loss_count if self.loss_count else None
 
+    def progress(self, message: str | None = None) -> Progress:
+        """Say where the run is."""
+        loss = self.mean_loss()
+        if loss is None and self.curve:
+            loss = self.curve[-1][1]
+        return Progress(self.step, self.config.steps, loss, self.accuracy, message)
+
     def evaluate(self, split: str) -> Evaluation:
         """Score the model as it is; every device does all of it, and gets the same."""
         # The wrapped model casts inputs and outputs as it does in training.
         device = self.fabric.device
         return evaluate(self.wrapped, self.task, seed=self.seed, split=split, device=device)
 
-    def _batch(self) -> Batch:
-        """Make this device's part of the step's batch."""
-        size, world = self.config.batch_size, self.fabric.world_size
-        batch = self.task.train_batch(self.step, size, self.seed)
-        if world > 1:
-            mine = slice(self.fabric.global_rank, None, world)
-            inputs = {name: x[mine] for name, x in batch.inputs.items()}
-            batch = Batch(inputs, batch.rows[mine], batch.targets[mine], batch.cell)
-        return batch.to(self.fabric.device)
-
-    def _with_balance(self, loss: Tensor) -> Tensor:
+    def with_balance(self, loss: Tensor) -> Tensor:
+        """Add the model's balance loss, where it has one, with the weight of this step."""
         weight = balance_weight(self.step, self.config.balance_weight, self.config.balance_anneal)
         if weight == 0:
             return loss
         measure: Any = getattr(self.model, "balance_loss", None)
         balance = None if measure is None else measure()
         return loss if balance is None else loss + weight * balance
+
+    def _batch(self) -> Batch:
+        """Make this device's examples of the step's batch."""
+        batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
+        if self.fabric.world_size > 1:
+            mine = slice(self.fabric.global_rank, None, self.fabric.world_size)
+            inputs = {name: x[mine] for name, x in batch.inputs.items()}
+            batch = Batch(inputs, batch.rows[mine], batch.targets[mine], batch.cell)
+        return batch.to(self.fabric.device)
+
+    def _non_finite_loss(self, loss: float, step: int) -> NonFiniteLossError:
+        """Say where it happened, and how large the gradient had become.
+
+        The gradients are those that the model still holds: of the step before, where the loss was
+        still finite, and scaled back to what they were before clipping.
+        """
+        rate, clip = learning_rate(step, self.config), self.config.clip
+        message = f"the loss is {loss} at step {step} (learning rate {rate:.3g})"
+        gradients = {
+            name: parameter.grad.abs().max().item()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None and parameter.grad.numel()
+        }
+        if not gradients:
+            message += ", before any gradient: the model or its input is off"
+            return NonFiniteLossError(message)
+        # The largest, and one that is no number before all others.
+        name, largest = max(gradients.items(), key=lambda item: (math.isnan(item[1]), item[1]))
+        norm = math.nan if self.gradient_norm is None else self.gradient_norm.item()
+        if clip is not None and math.isfinite(norm) and norm > clip:
+            largest *= norm / clip
+        return NonFiniteLossError(
+            f"{message}; the largest gradient of the last step was {largest:.3g}, in {name}; "
+            "try a lower learning rate, a longer warmup or a smaller clip"
+        )
+
+    def _seed(self) -> None:
+        rank = self.fabric.global_rank
+        parts = ("training", self.seed, rank, self.step) if rank else ("training", self.seed)
+        torch.manual_seed(seed_of(*parts))

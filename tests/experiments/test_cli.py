@@ -1,15 +1,17 @@
 """`list`, `run`, `status` and `report` print what they promise, and an error is one line."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 pytest.importorskip("typer")
 
 import tiny_table
+from tiny import changed
 
 from smat.__main__ import main
-from smat.experiments.registry import EXPERIMENTS
+from smat.experiments.tables import EXPERIMENTS
 
 RUN_ONE = ["run", "parity", "--seeds", "0", "--only", "wide", "--only", "T=4", "--device", "cpu"]
 
@@ -63,14 +65,10 @@ def test_run_makes_records_and_prints_the_table(smat, tmp_path):
 def test_a_run_that_fails_ends_with_status_1_and_the_command_to_go_on(smat, monkeypatch):
     def failing(preset, seeds):
         (run, *_) = tiny_table.runs(preset, seeds)
-        object.__setattr__(run.task, "nan_at", 3)
-        return [run]
+        return [changed(run, task=replace(run.task, nan_at=3))]
 
-    object.__setattr__(tiny_table.PARITY, "runs", failing)
-    try:
-        status, _, err = smat("run", "parity")
-    finally:
-        object.__setattr__(tiny_table.PARITY, "runs", tiny_table.runs)
+    monkeypatch.setitem(EXPERIMENTS, "parity", replace(tiny_table.PARITY, runs=failing))
+    status, _, err = smat("run", "parity")
     assert status == 1
     (line,) = (line for line in err.splitlines() if line.startswith("failed: "))
     assert line.startswith("failed: narrow T=4 seed 0: the loss is nan at step 3 (learning rate")

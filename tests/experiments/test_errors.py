@@ -14,11 +14,12 @@ import pytest
 pytest.importorskip("typer")
 
 import tiny_table
+from tiny import changed
 
 from smat.__main__ import main
-from smat.experiments import records
-from smat.experiments.records import Store
-from smat.experiments.registry import EXPERIMENTS
+from smat.experiments import store
+from smat.experiments.store import Store
+from smat.experiments.tables import EXPERIMENTS
 from smat.training import DiskFullError, Interrupted, train
 from smat.training.checkpoint import (
     CURRENT,
@@ -26,8 +27,8 @@ from smat.training.checkpoint import (
     WEIGHTS,
     load_checkpoint,
     save_checkpoint,
+    write_atomically,
 )
-from smat.training.files import write_atomically
 
 NOWHERE = Path("nowhere")
 ONE = ["run", "parity", "--preset", "quick", "--seeds", "0", "--only", "wide", "--only", "T=4"]
@@ -37,8 +38,8 @@ ONE += ["--device", "cpu"]
 def often(preset, seeds):
     """The tiny runs, shorter, with a checkpoint after every step."""
     runs = tiny_table.runs(preset, seeds)
-    training = replace(runs[0].training, steps=12, checkpoint_seconds=0.0)
-    return [replace(run, training=training) for run in runs]
+    training = changed(runs[0].training, steps=12, checkpoint_seconds=0.0)
+    return [changed(run, training=training) for run in runs]
 
 
 (RUN,) = (run for run in often("quick", [0]) if (run.arm, run.cell) == ("wide", "T=4"))
@@ -137,7 +138,7 @@ def test_a_record_that_does_not_fit_leaves_the_run_resumable(smat, tmp_path, mon
             raise DiskFullError(f"no room for {path}")
         real(path, content, keep_as)
 
-    monkeypatch.setattr(records, "write_atomically", full)
+    monkeypatch.setattr(store, "write_atomically", full)
     status, _, err = smat(*ONE, "--out", str(tmp_path))
     assert status == 1
     (line,) = failures(err)

@@ -11,10 +11,8 @@ import pytest
 import tiny_table
 import torch
 
-from smat.experiments.engines import SerialEngine
-from smat.experiments.execute import BusyError, claim
-from smat.experiments.records import Store
-from smat.experiments.runner import run_all
+from smat.experiments.engine import SerialEngine, run_all
+from smat.experiments.store import BusyError, Store, claim
 from smat.training.checkpoint import CURRENT, PREVIOUS, WEIGHTS, load_checkpoint
 
 ROOT = Path(__file__).parents[2]

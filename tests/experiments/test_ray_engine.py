@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import tiny_table
 
-from smat.experiments.engines import SerialEngine
-from smat.experiments.records import Store
-from smat.experiments.runner import run_all
+from smat.experiments.engine import SerialEngine, run_all
+from smat.experiments.store import Store
 from smat.training.checkpoint import CURRENT, WEIGHTS
 
 pytestmark = [
@@ -28,9 +27,9 @@ SCRIPT = """
 import json, sys, threading
 from pathlib import Path
 import ray, tiny_table
-from smat.experiments.ray_engine import RayEngine
-from smat.experiments.records import Store
-from smat.experiments.runner import run_all
+from smat.experiments.engine import run_all
+from smat.experiments.parallel import RayEngine
+from smat.experiments.store import Store
 
 class Notes:
     steps, began = set(), threading.Event()

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from smat.experiments import mqar
-from smat.experiments.registry import EXPERIMENTS
 from smat.experiments.run import Run
+from smat.experiments.store import COMMITTED, Store
+from smat.experiments.tables import EXPERIMENTS, mqar
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[2] / "smat" / "experiments" / "published.json").read_text()
@@ -27,7 +27,7 @@ def test_runs_are_distinct_and_come_back_from_json(name, preset):
         assert run.preset == preset
         assert run.arm in experiment.arms
         assert run.cell in experiment.cells or run.cell == "all"
-    again = Run.from_dict(json.loads(json.dumps(runs[-1].to_dict())))
+    again = Run.model_validate(json.loads(json.dumps(runs[-1].to_dict())))
     assert again == runs[-1]
     assert again.key == runs[-1].key
 
@@ -60,3 +60,16 @@ def test_the_papers_routing_table_is_whole():
     assert len(smat) == 4 * 6 * 3
     assert {(run.training.steps, run.training.batch_size) for run in smat} == {(1500, 64)}
     assert {run.task.seq_len for run in runs} == {1024}
+
+
+@pytest.mark.skipif(not COMMITTED.exists(), reason="not a checkout")
+def test_every_committed_record_counts_as_finished(tmp_path):
+    runs = [
+        run
+        for experiment in EXPERIMENTS.values()
+        for preset in experiment.presets
+        for run in experiment.runs(preset, None)
+    ]
+    store = Store(tmp_path)
+    found = {store.find(run)["key"] for run in runs if store.find(run) is not None}
+    assert len(found) == len(list(COMMITTED.rglob("*.json")))

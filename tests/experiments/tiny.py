@@ -12,6 +12,11 @@ from torch import nn
 from smat.tasks.task import Batch, generator_of
 
 
+def changed(config, **changes):
+    """Make a configuration anew, and so check it, with other values in some fields."""
+    return type(config)(**dict(config) | changes)
+
+
 @dataclass(frozen=True)
 class Parity:
     """Tell the parity of two marked bits."""

@@ -15,8 +15,8 @@ from smat.training.checkpoint import (
     remove_checkpoints,
     save_checkpoint,
     save_weights,
+    write_atomically,
 )
-from smat.training.files import write_atomically
 
 
 def state(step):

@@ -20,45 +20,47 @@ def no_isa(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_other_precisions_train_on_a_cpu(tmp_path, precision):
-    config = TrainingConfig(4, 8, 1e-2, precision=precision)
+    config = TrainingConfig(steps=4, batch_size=8, learning_rate=1e-2, precision=precision)
     torch.manual_seed(0)
     result = train(TinyConfig().build(Parity()), Parity(), config, tmp_path, device="cpu")
     assert result["curve"][-1][0] == 4
 
 
-@pytest.mark.parametrize(
-    ("advertised", "survives", "expected"),
-    [(True, False, fabric.SAFE_ISA), (True, True, None), (False, False, None)],
-)
-def test_amx_is_left_out_only_where_it_kills(no_isa, monkeypatch, advertised, survives, expected):
-    monkeypatch.setattr(fabric, "advertises_amx", lambda: advertised)
-    monkeypatch.setattr(fabric, "survives_bfloat16", lambda: survives)
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
+
+
+def guard(monkeypatch, cpuinfo, probe):
+    monkeypatch.setattr(fabric, "CPUINFO", cpuinfo)
+    monkeypatch.setattr(fabric, "PROBE", probe)
     fabric.guard_bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("flags", "probe", "expected"),
+    [
+        (CPU_WITH_AMX, DIES, fabric.SAFE_ISA),
+        (CPU_WITH_AMX, "pass", None),
+        (CPU_WITH_AMX.replace("amx", "avx"), DIES, None),
+    ],
+    ids=["dies", "survives", "not-advertised"],
+)
+def test_amx_is_left_out_only_where_it_kills(no_isa, monkeypatch, tmp_path, flags, probe, expected):
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(flags)
+    guard(monkeypatch, cpuinfo, probe)
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == expected
 
 
-def test_what_the_user_has_set_stays(monkeypatch):
+def test_a_system_that_tells_no_flags_is_left_alone(no_isa, monkeypatch, tmp_path):
+    guard(monkeypatch, tmp_path / "absent", DIES)
+    assert "ONEDNN_MAX_CPU_ISA" not in os.environ
+
+
+def test_what_the_user_has_set_stays(monkeypatch, tmp_path):
+    (tmp_path / "cpuinfo").write_text(CPU_WITH_AMX)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    monkeypatch.setattr(fabric, "advertises_amx", lambda: True)
-    monkeypatch.setattr(fabric, "survives_bfloat16", lambda: False)
-    fabric.guard_bfloat16()
+    guard(monkeypatch, tmp_path / "cpuinfo", DIES)
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
-
-
-def test_the_probe_tells_a_process_that_dies_from_one_that_does_not(monkeypatch):
-    monkeypatch.setattr(fabric, "PROBE", "import os, signal; os.kill(os.getpid(), signal.SIGILL)")
-    assert not fabric.survives_bfloat16()
-    monkeypatch.setattr(fabric, "PROBE", "pass")
-    assert fabric.survives_bfloat16()
-
-
-def test_amx_is_read_from_the_processor_flags(tmp_path):
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text(CPU_WITH_AMX)
-    assert fabric.advertises_amx(cpuinfo)
-    cpuinfo.write_text(CPU_WITH_AMX.replace("amx", "avx"))
-    assert not fabric.advertises_amx(cpuinfo)
-    assert not fabric.advertises_amx(tmp_path / "absent")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

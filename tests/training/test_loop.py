@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from tiny import Parity, TinyConfig
+from tiny import Parity, TinyConfig, changed
 from torch import nn
 
 from smat.training import (
@@ -19,7 +19,7 @@ from smat.training import (
 )
 from smat.training.checkpoint import load_checkpoint
 from smat.training.fabric import make_fabric
-from smat.training.trainer import Trainer
+from smat.training.trainer import LOOK_EVERY, Trainer
 
 CONFIG = TrainingConfig(
     steps=40, batch_size=8, learning_rate=1e-2, optimizer="adamw", weight_decay=0.1,
@@ -44,7 +44,7 @@ def stop_after(steps):
 
 
 def test_it_learns_and_returns_what_a_record_needs(tmp_path):
-    result = fit(tmp_path, replace(CONFIG, steps=300))
+    result = fit(tmp_path, changed(CONFIG, steps=300))
     assert set(result) == {
         "accuracy", "by_cell", "loss", "curve", "parameters", "minutes", "steps_per_second",
     }  # fmt: skip
@@ -108,7 +108,7 @@ def test_checkpoints_come_by_the_clock(tmp_path, monkeypatch):
     fit(tmp_path)
     assert saved == [40]
     saved.clear()
-    fit(tmp_path, replace(CONFIG, checkpoint_seconds=0.0))
+    fit(tmp_path, changed(CONFIG, checkpoint_seconds=0.0))
     assert saved == list(range(1, 41))
 
 
@@ -131,15 +131,14 @@ def test_a_loss_that_is_no_number_at_the_first_step_has_no_gradient_to_blame(tmp
 
 
 def test_where_looking_is_dear_the_step_is_still_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("smat.training.trainer.LOOK_EVERY", 25)
     real = Trainer.__init__
 
     def like_a_gpu(self, *arguments):
         real(self, *arguments)
-        self._look_every = 25
+        self.look_every = LOOK_EVERY
 
     monkeypatch.setattr(Trainer, "__init__", like_a_gpu)
-    config = replace(CONFIG, eval_every=0, steps=2000)  # a point of the curve every 20 steps
+    config = changed(CONFIG, eval_every=0, steps=2000)  # a point of the curve every 20 steps
     with pytest.raises(NonFiniteLossError, match="at step 27 "):
         fit(tmp_path, config, task=replace(TASK, nan_at=27))
 
@@ -157,7 +156,7 @@ def test_the_largest_gradient_is_the_one_before_clipping(tmp_path):
 
 
 def test_gradients_are_clipped_to_the_norm(tmp_path):
-    config = replace(CONFIG, clip=1e-3)
+    config = changed(CONFIG, clip=1e-3)
     trainer = Trainer(make_fabric("cpu"), model(), TASK, config, seed=3)
     trainer.train_step()
     gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
@@ -171,7 +170,7 @@ def test_the_balance_loss_is_annealed(step, weight):
     trainer = Trainer(make_fabric("cpu"), model(), TASK, CONFIG, seed=3)
     trainer.step = step
     trainer.model.spread = torch.tensor(2.0)
-    assert trainer._with_balance(torch.tensor(1.0)).item() == pytest.approx(1 + 2 * weight)
+    assert trainer.with_balance(torch.tensor(1.0)).item() == pytest.approx(1 + 2 * weight)
 
 
 @pytest.mark.parametrize("kind", ["none", "absent"])
@@ -209,5 +208,5 @@ def test_only_rows_and_inputs_reach_the_model(tmp_path):
             seen.append(set(inputs))
             return self.inner(**inputs)
 
-    fit(tmp_path, replace(CONFIG, steps=4, balance_weight=0.0), net=Watching())
+    fit(tmp_path, changed(CONFIG, steps=4, balance_weight=0.0), net=Watching())
     assert all(names == {"rows", "token_ids", "scale"} for names in seen)

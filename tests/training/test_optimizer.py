@@ -34,7 +34,7 @@ class Model(nn.Module):
 
 
 def config(**changes):
-    return TrainingConfig(10, 1, 0.1, weight_decay=0.3, **changes)
+    return TrainingConfig(steps=10, batch_size=1, learning_rate=0.1, weight_decay=0.3, **changes)
 
 
 def names_by_decay(model, groups):

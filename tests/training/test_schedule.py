@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from smat.training import TrainingConfig
-from smat.training.schedule import learning_rate
+from smat.training.optimizer import learning_rate
 
 
 def rates(**changes):
@@ -45,11 +45,12 @@ def test_a_run_that_is_all_warmup_has_a_cosine_of_no_length():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"schedule": "linear"}, "schedule is one of constant, cosine, not 'linear'"),
-        ({"precision": "8"}, "precision is one of 32-true"),
-        ({"steps": 0}, "steps must be above 0, got 0"),
-        ({"weight_decay": -0.1}, "weight_decay must not be negative, got -0.1"),
-        ({"clip": 0.0}, "clip must be above 0, or None"),
+        ({"schedule": "linear"}, r"schedule\n.* be 'constant' or 'cosine' .*input_value='linear'"),
+        ({"precision": "8"}, r"precision\n.* be '32-true'.*input_value='8'"),
+        ({"steps": 0}, r"steps\n.* be greater than 0 .*input_value=0"),
+        ({"weight_decay": -0.1}, r"weight_decay\n.* greater than or equal to 0 .*input_value=-0.1"),
+        ({"clip": 0.0}, r"clip\n.* be greater than 0 .*input_value=0.0"),
+        ({"lr": 0.1}, r"lr\n.* not permitted .*input_value=0.1"),
         ({"warmup_steps": 11}, "11 warmup steps do not fit in 10 steps"),
     ],
     ids=lambda value: "" if isinstance(value, str) else next(iter(value)),

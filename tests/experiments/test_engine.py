@@ -3,21 +3,30 @@
 import json
 import signal
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
+
+pytest.importorskip("typer")
+
 import tiny_table
 import torch
+from tiny import TinyConfig, changed
 
-from smat.experiments.choose import choose_runs, parse_seeds
+from smat.experiments.cli import parse_seeds, stop_on_signal
 from smat.experiments.display import Clock
-from smat.experiments.engines import ProcessEngine, SerialEngine
-from smat.experiments.execute import claim
-from smat.experiments.records import Store
-from smat.experiments.runner import Stop, run_all, unfinished
+from smat.experiments.engine import SerialEngine, run_all
+from smat.experiments.parallel import ProcessEngine
+from smat.experiments.store import Store, claim
 from smat.training.checkpoint import CURRENT, WEIGHTS
 
 RUNS = tiny_table.runs("quick", [0])
+
+
+@dataclass(frozen=True)
+class Broken(TinyConfig):
+    def build(self, task):
+        raise RuntimeError("beyond repair")
 
 
 class Notes:
@@ -54,7 +63,7 @@ def test_a_finished_run_is_not_repeated_unless_asked(store):
     first, notes = make(RUNS[:2], store)
     assert [outcome.kind for outcome in first] == ["finished", "finished"]
     assert {key for key, _ in notes.steps} == {run.key for run in RUNS[:2]}
-    assert unfinished(RUNS, store) == RUNS[2:]
+    assert store.unfinished(RUNS) == RUNS[2:]
     records = [store.path(run).read_text() for run in RUNS[:2]]
     assert make(RUNS[:2], store)[0] == []
     assert [store.path(run).read_text() for run in RUNS[:2]] == records
@@ -79,12 +88,12 @@ def test_checkpoints_go_when_the_record_is_there_and_weights_stay(store):
 
 
 def test_a_run_that_fails_leaves_the_others_alone(store):
-    bad = replace(RUNS[0], arm="bad", task=replace(RUNS[0].task, nan_at=5))
-    worse = replace(RUNS[0], arm="worse", model=None)
+    bad = changed(RUNS[0], arm="bad", task=replace(RUNS[0].task, nan_at=5))
+    worse = changed(RUNS[0], arm="worse", model=Broken())
     outcomes, _ = make([bad, worse, RUNS[1]], store)
     assert [outcome.kind for outcome in outcomes] == ["failed", "failed", "finished"]
     assert "the loss is nan at step 5" in outcomes[0].message
-    assert "AttributeError" in outcomes[1].message
+    assert "RuntimeError: beyond repair" in outcomes[1].message
     trace = store.folder(worse) / "error.txt"
     assert str(trace) in outcomes[1].message
     assert "Traceback" in trace.read_text()
@@ -129,7 +138,7 @@ def test_stopping_keeps_the_step_and_going_on_gives_the_same_bits(store, tmp_pat
 
 def test_two_processes_do_what_one_does_and_one_that_dies_is_replaced(store, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
-    dying = replace(RUNS[0], arm="dying", task=replace(RUNS[0].task, die_at=5))
+    dying = changed(RUNS[0], arm="dying", task=replace(RUNS[0].task, die_at=5))
     outcomes, notes = make([dying, *RUNS], store, ProcessEngine(2, "cpu"))
     kinds = {outcome.run.name: outcome.kind for outcome in outcomes}
     assert kinds == {run.name: "finished" for run in RUNS} | {dying.name: "failed"}
@@ -154,14 +163,13 @@ def test_processes_stop_when_asked(store):
 
 def test_the_first_ctrl_c_asks_and_the_second_interrupts():
     told = []
-    stop = Stop(lambda: told.append("stopping"))
-    with stop.listening():
-        assert not stop()
+    with stop_on_signal(told.append) as should_stop:
+        assert not should_stop()
         signal.raise_signal(signal.SIGINT)
-        assert stop()
+        assert should_stop()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    assert told == ["stopping"]
+    assert told == ["stopping at the next step; Ctrl-C again stops at once"]
 
 
 @pytest.mark.parametrize(
@@ -175,15 +183,15 @@ def test_the_first_ctrl_c_asks_and_the_second_interrupts():
     ],
 )
 def test_only_chooses_arms_and_cells(only, names):
-    runs = choose_runs(tiny_table.PARITY, "quick", [0], only)
+    runs = tiny_table.PARITY.choose("quick", [0], only)
     assert {f"{run.arm} {run.cell}" for run in runs} == names
 
 
 def test_what_cannot_be_chosen_is_named_with_what_can():
     with pytest.raises(ValueError, match="parity has no preset 'fast'; known: quick, slow"):
-        choose_runs(tiny_table.PARITY, "fast")
+        tiny_table.PARITY.choose("fast")
     with pytest.raises(ValueError, match="no arm or cell 'x'; arms: narrow, wide; cells: T=4, T=6"):
-        choose_runs(tiny_table.PARITY, "quick", only=["x"])
+        tiny_table.PARITY.choose("quick", only=["x"])
     with pytest.raises(ValueError, match="seeds are whole numbers, as 0,1,2, not '0;1'"):
         parse_seeds("0;1")
 

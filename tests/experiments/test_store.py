@@ -1,14 +1,12 @@
 """Records lie where the contract says, and only the record of this very run counts."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import tiny_table
+from tiny import changed
 
-from smat.experiments.execute import BusyError, claim
-from smat.experiments.records import Store, make_record
-from smat.experiments.work import work_in_progress
+from smat.experiments.store import BusyError, Store, claim, make_record
 from smat.training.checkpoint import CURRENT, save_checkpoint
 
 RUN = tiny_table.runs("quick", [0])[0]
@@ -48,10 +46,10 @@ def test_a_committed_record_counts_and_an_own_one_comes_first(store):
 
 def test_other_settings_are_another_run(store):
     store.write(RUN, make_record(RUN, RESULT, "cpu"))
-    longer = replace(RUN, training=replace(RUN.training, steps=61))
+    longer = changed(RUN, training=changed(RUN.training, steps=61))
     assert store.path(longer) == store.path(RUN)
     assert store.find(longer) is None
-    often = replace(RUN, training=replace(RUN.training, checkpoint_seconds=1.0))
+    often = changed(RUN, training=changed(RUN.training, checkpoint_seconds=1.0))
     assert store.find(often) is not None
 
 
@@ -78,18 +76,18 @@ def test_a_folder_is_claimed_by_one(tmp_path):
 
 
 def test_work_in_progress_is_what_was_begun_and_not_finished(store):
-    assert list(work_in_progress(store)) == []
+    assert list(store.work_in_progress()) == []
     folder = store.folder(RUN)
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps(RUN.to_dict()))
-    assert list(work_in_progress(store)) == []
+    assert list(store.work_in_progress()) == []
     with claim(folder):
-        (work,) = work_in_progress(store)
+        (work,) = store.work_in_progress()
         assert work.describe() == "running: parity quick narrow T=4 seed 0, no step is kept yet"
     for step in (7, 9):
         save_checkpoint(folder, {"step": step})
-        (work,) = work_in_progress(store)
+        (work,) = store.work_in_progress()
         assert work.describe().endswith(f"narrow T=4 seed 0, step {step} of 60 is kept")
     (folder / CURRENT).write_bytes(b"damaged")
-    (work,) = work_in_progress(store)
+    (work,) = store.work_in_progress()
     assert (work.step, work.is_running) == (7, False)

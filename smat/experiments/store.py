@@ -1,0 +1,159 @@
+"""Where runs live: work in progress, records of finished runs, and records of the repository."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from smat.experiments.run import Run
+from smat.machine import PACKAGE, describe_hardware, source_commit
+from smat.training.checkpoint import CURRENT, PREVIOUS, newest_step, write_atomically
+
+VERSION = 1
+ROOT = Path("out/experiments")
+COMMITTED = PACKAGE.parent / "results"  # only a checkout has it
+
+
+class BusyError(Exception):
+    """Another process is making this run."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """The folders of runs and records.
+
+    >>> Store(Path("out")).roots[0].as_posix()
+    'out'
+    """
+
+    root: Path = ROOT  # where runs work (runs/) and leave records (records/)
+    committed: Path = COMMITTED  # records that came with the source, read and never written
+
+    @property
+    def roots(self) -> list[Path]:
+        """Folders of records, own first."""
+        return [self.root, self.committed]
+
+    def folder(self, run: Run) -> Path:
+        """Where a run keeps checkpoints and logs."""
+        return self.root.absolute() / "runs" / run.experiment / run.key
+
+    def path(self, run: Run) -> Path:
+        """Where a run's record goes."""
+        return self.root / "records" / _place(run)
+
+    def find(self, run: Run) -> dict[str, Any] | None:
+        """Return the record of a finished run, own or committed; None if it is yet to be made.
+
+        Only the record of this very run counts, and not that of one with other settings.
+        """
+        for path in (self.path(run), self.committed / _place(run)):
+            try:
+                record = json.loads(path.read_text())
+            except (OSError, ValueError):
+                continue
+            if (
+                isinstance(record, dict)
+                and (record.get("version"), record.get("key")) == (VERSION, run.key)
+                and run.difference(record.get("run", {})) is None
+            ):
+                return record
+        return None
+
+    def unfinished(self, runs: Iterable[Run]) -> list[Run]:
+        """Keep the runs that have no record, own or committed."""
+        return [run for run in runs if self.find(run) is None]
+
+    def write(self, run: Run, record: Mapping[str, Any]) -> Path:
+        """Write a record whole."""
+        path = self.path(run)
+        write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
+        return path
+
+    def work_in_progress(self) -> Iterator[Work]:
+        """Yield what is at work or was interrupted."""
+        for path in sorted((self.root / "runs").glob("*/*/run.json")):
+            folder = path.parent
+            is_running = False
+            try:
+                with claim(folder):
+                    pass
+            except BusyError:
+                is_running = True
+            if is_running or any((folder / name).exists() for name in (CURRENT, PREVIOUS)):
+                yield Work(json.loads(path.read_text()), is_running, newest_step(folder))
+
+
+@dataclass(frozen=True)
+class Work:
+    """A run that was begun and is not finished."""
+
+    run: dict[str, Any]  # its settings, as plain data
+    is_running: bool  # a process is at work on it now
+    step: int | None  # of its last checkpoint; None without one that is whole
+
+    def describe(self) -> str:
+        """Say in one line what it is and how far.
+
+        >>> run = {"experiment": "mqar", "preset": "quick", "arm": "mamba2", "cell": "k=1"}
+        >>> run |= {"seed": 0, "training": {"steps": 100}}
+        >>> Work(run, is_running=False, step=20).describe()
+        'interrupted: mqar quick mamba2 k=1 seed 0, step 20 of 100 is kept'
+        """
+        name = " ".join(str(self.run[part]) for part in ("experiment", "preset", "arm", "cell"))
+        kind = "running" if self.is_running else "interrupted"
+        kept = f"step {self.step} of {self.run['training']['steps']} is kept"
+        kept = "no step is kept yet" if self.step is None else kept
+        return f"{kind}: {name} seed {self.run['seed']}, {kept}"
+
+
+def make_record(run: Run, result: Mapping[str, Any], device: str) -> dict[str, Any]:
+    """Collect what is to be known about a finished run."""
+    return {
+        "version": VERSION,
+        "key": run.key,
+        "run": run.to_dict(),
+        **result,
+        "controls": run.task.controls(),
+        "hardware": describe_hardware(device),
+        "commit": source_commit(),
+        "finished": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Keep other processes out of a folder; the system lets go when this process ends, anyhow."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import fcntl
+    except ImportError:  # a system without such locks trusts its user
+        yield
+        return
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(f"another process is at work in {folder}") from None
+        yield
+
+
+def sign_folder(run: Run, folder: Path) -> None:
+    """Write down whose folder it is; refuse that of a run with other settings."""
+    path = folder / "run.json"
+    difference = run.difference(json.loads(path.read_text())) if path.exists() else None
+    if difference is not None:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({difference}); to start anew: "
+            f"rm -r {folder}"
+        )
+    write_atomically(path, json.dumps(run.to_dict(), indent=1).encode())
+
+
+def _place(run: Run) -> Path:
+    return Path(run.experiment) / run.preset / run.arm / f"{run.cell}-s{run.seed}.json"
