@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from smat.console import one_line_warnings
 from smat.extras import missing_extra
 
-CLI_PACKAGES = {"typer", "rich"}
+CLI_PACKAGES = {"pydantic", "typer", "rich"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

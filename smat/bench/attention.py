@@ -24,6 +24,7 @@ SOFTMAX, GEMM, CAUSAL = "softmax", "gemm", "causal branch"
 TILE = 64  # tokens of a chunk, for which the operations of the causal branch are counted
 Inputs = dict[str, Tensor]  # q, k, v; log_decay where there are gates; grad_out with a backward
 Key = tuple[int, str, int]  # of a timing: length, name, heads
+Timings = Mapping[Key, Timing]
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,6 @@ def causal_branch(inputs: Inputs) -> Call:
     )
 
 
-def gemm(size: int, device: torch.device) -> Call:
-    """A square fp32 matrix product, 2 size^3 operations, to hold everything else against."""
-    left, right = torch.rand(2, size, size, device=device)
-    return partial(torch.mm, left, right, out=torch.empty_like(left))
-
-
 def run_attention(config: PrefillConfig) -> dict[str, Any]:
     """Check every variant, measure memory, time all lengths; return the record."""
     device = measure.find_device(config.device, config.dtype)
@@ -122,11 +117,11 @@ def run_attention(config: PrefillConfig) -> dict[str, Any]:
     for seq_len in config.seq_lens:
         candidates |= _candidates(config, seq_len, device)
     timings = measure.time_in_turns(candidates, config.repeats, config.budget, device, name)
-    rows = [_row(config, *case, timings, peaks.get(case)) for case in cases]
-    rows += [_softmax_row(config, key, timings) for key in timings if key[1] == SOFTMAX]
+    rows = [_row(config, *case, peaks.get(case), timings) for case in cases]
+    rows += [_softmax_row(config, key[0], timings) for key in timings if key[1] == SOFTMAX]
     rows.sort(key=lambda row: config.seq_lens.index(row["seq_len"]))
     rates = [_rates(config, seq_len, timings) for seq_len in config.seq_lens]
-    return {**record, "rows": rows, "growth": _growth(rows), "rates": rates}
+    return {**record, "rows": rows, "growth": fit_growth(rows), "rates": rates}
 
 
 def check_variant(config: PrefillConfig, variant: Variant) -> list[dict[str, Any]]:
@@ -175,66 +170,60 @@ def _candidates(config: PrefillConfig, seq_len: int, device: torch.device) -> di
             found[seq_len, SOFTMAX, heads] = partial(forward_backward, softmax, heads_first)
     if not config.backward:
         found[seq_len, CAUSAL, config.heads] = causal_branch(inputs)
-    found[seq_len, GEMM, config.heads] = gemm(config.gemm_size, device)
+    left, right = torch.rand(2, config.gemm_size, config.gemm_size, device=device)
+    product = partial(torch.mm, left, right, out=torch.empty_like(left))
+    found[seq_len, GEMM, config.heads] = product  # to hold everything else against
     return found
 
 
 def _row(
-    config: PrefillConfig,
-    seq_len: int,
-    variant: Variant,
-    timings: Mapping[Key, Timing],
-    peak: int | None,
+    config: PrefillConfig, seq_len: int, variant: Variant, peak: int | None, timings: Timings
 ) -> dict[str, Any]:
     """One variant at one length, with the theorem's bound on its working memory."""
-    vc_dim, heads = variant.vc_dim, config.heads
+    vc_dim, heads, compared = variant.vc_dim, config.heads, config.compared_heads
     timing = timings[seq_len, variant.name, heads]
     plain = timings.get((seq_len, Variant(vc_dim).name, heads))
-    softmax = timings.get((seq_len, SOFTMAX, config.compared_heads))
-    alike = timings.get((seq_len, variant.name, config.compared_heads), timing)
+    beside = timings.get((seq_len, SOFTMAX, compared))
     # (T^(1-1/d) + T/c) r p + c^2 words a head.
     states = seq_len ** (1 - 1 / vc_dim) + seq_len / config.chunk_size
     words = states * config.key_dim * (config.value_dim + 1) + config.chunk_size**2
     return {
-        "seq_len": seq_len,
+        **_sizes(config, seq_len, heads),
         "name": variant.name,
         **asdict(variant),
-        "heads": heads,
         "field_size": variant.mask(seq_len, config.chunk_size).geometry.field_size,
-        "timing": asdict(timing),
+        "timing": timing._asdict(),
         "ratio_to_d1": timing.ratio_to(timings[seq_len, Variant(1, variant.gated).name, heads]),
-        "ratio_to_plain": None if plain is None else timing.ratio_to(plain),
-        "softmax_ratio": None if softmax is None else softmax.ratio_to(alike),
-        "io_bytes": _io_bytes(config, seq_len, heads),
+        "ratio_to_plain": plain and timing.ratio_to(plain),
+        "softmax_ratio": beside and beside.ratio_to(timings[seq_len, variant.name, compared]),
         "peak_extra_bytes": peak,
         "bound_bytes": config.batch * heads * words * DTYPES[config.dtype].itemsize,
     }
 
 
-def _softmax_row(config: PrefillConfig, key: Key, timings: Mapping[Key, Timing]) -> dict[str, Any]:
-    seq_len, name, heads = key
-    d1 = timings[seq_len, Variant(1, config.gates[0]).name, heads]
+def _softmax_row(config: PrefillConfig, seq_len: int, timings: Timings) -> dict[str, Any]:
+    heads = config.compared_heads
+    timing = timings[seq_len, SOFTMAX, heads]
     empty = ("vc_dim", "window_step", "field_size", "ratio_to_plain", "peak_extra_bytes")
     return {
+        **_sizes(config, seq_len, heads),
         **dict.fromkeys((*empty, "bound_bytes")),
-        "seq_len": seq_len,
-        "name": name,
+        "name": SOFTMAX,
         "gated": False,
-        "heads": heads,
-        "timing": asdict(timings[key]),
-        "ratio_to_d1": timings[key].ratio_to(d1),
+        "timing": timing._asdict(),
+        "ratio_to_d1": timing.ratio_to(timings[seq_len, Variant(1, config.gates[0]).name, heads]),
         "softmax_ratio": 1.0,
-        "io_bytes": _io_bytes(config, seq_len, heads),
     }
 
 
-def _io_bytes(config: PrefillConfig, seq_len: int, heads: int) -> int:
-    """Count q, k, v and the output, and their gradients where there are some."""
+def _sizes(config: PrefillConfig, seq_len: int, heads: int) -> dict[str, int]:
+    """Length, heads, and the bytes of q, k, v and the output, with gradients if there are some."""
     numbers = config.batch * seq_len * heads * 2 * (config.key_dim + config.value_dim)
-    return numbers * (1 + config.backward) * DTYPES[config.dtype].itemsize
+    num_bytes = numbers * (1 + config.backward) * DTYPES[config.dtype].itemsize
+    return {"seq_len": seq_len, "heads": heads, "io_bytes": num_bytes}
 
 
-def _growth(rows: list[dict[str, Any]]) -> dict[str, float]:
+def fit_growth(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Fit time = a T^b for every variant with two lengths or more, and return b."""
     found: dict[str, float] = {}
     for name in dict.fromkeys(row["name"] for row in rows):
@@ -246,7 +235,7 @@ def _growth(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _rates(config: PrefillConfig, seq_len: int, timings: Mapping[Key, Timing]) -> dict[str, float]:
+def _rates(config: PrefillConfig, seq_len: int, timings: Timings) -> dict[str, float]:
     """GFLOP/s of the matrix product and, when only the forward is timed, of the causal branch."""
     product = 2.0 * config.gemm_size**3 / timings[seq_len, GEMM, config.heads].median / 1e9
     found = {"seq_len": seq_len, "gemm": product}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle
 from statistics import median
@@ -17,7 +17,7 @@ import smat
 from smat.bench import measure
 from smat.bench.attention import SOFTMAX, Variant, draw_inputs
 from smat.bench.config import DecodeConfig
-from smat.bench.measure import DTYPES, Call, Reading, Timing
+from smat.bench.measure import DTYPES, Call, Reading
 
 CHECK_LEN = 149
 STEPS_PER_TURN = 16
@@ -245,7 +245,7 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
         passes.append({member: [] for member in members})
         measure.read_in_turns(calls, passes[-1], STEPS_PER_TURN, config.budget, device, what)
         del calls, step  # and their states, before the next pass makes its own
-    timings = {member: Timing.of(readings) for member, readings in passes[0].items()}
+    timings = {member: measure.sum_up(readings) for member, readings in passes[0].items()}
     shortest = min(config.contexts)
     return [
         {
@@ -256,7 +256,7 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
             "context": member.context,
             "window_step": member.window_step,
             "cache_bytes": num_bytes[member],
-            "timing": asdict(timings[member]),
+            "timing": timings[member]._asdict(),
             "ratio_to_shortest": timings[member].ratio_to(
                 timings[replace(member, context=shortest)]
             ),

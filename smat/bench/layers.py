@@ -7,12 +7,11 @@ learned routing and several reads a query, than without?
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from smat.ops.recurrent_reference import decay_reference, delta_rule_reference
 
 CHECK_LEN = 300
 CHUNK = 64
-Recurrence = Callable[..., Tensor]
+Recurrence = Callable[..., Any]  # gives an output, or a tuple that begins with it
 
 
 def scan(x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -41,26 +40,14 @@ def scan(x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return smat_attention(c, b, value, mask, log_decay=log_decay, **options)[0]
 
 
-def gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
-    """Gated DeltaNet: the gated delta rule."""
-    return delta_rule(q, k, v, beta, log_decay, chunk_size=CHUNK)[0]
-
-
 def exact_scan(x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """The same, token by token."""
     b, c = (y.repeat_interleave(x.shape[2] // y.shape[2], 2) for y in (b, c))
     return decay_reference(c, b, x * step.unsqueeze(-1), rate * step)[0]
 
 
-OURS: dict[str, Recurrence] = {"Mamba-2": scan, "Gated DeltaNet": gated_delta_rule}
-ORACLES: dict[str, Callable[..., Any]] = {
-    "Mamba-2": exact_scan,
-    "Gated DeltaNet": delta_rule_reference,
-}
-
-
 class Peer(NamedTuple):
-    """A function of transformers, and which of our recurrences it is beside."""
+    """A function of transformers, and which of our recurrences it stands beside."""
 
     beside: str
     module: str
@@ -73,19 +60,18 @@ class Peer(NamedTuple):
         return f"transformers {self.function}, chunk {self.chunk}"
 
 
-MAMBA2 = "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"
-QWEN = "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
-# Their own default of a chunk comes first.
-PEERS = [
-    Peer("Mamba-2", *MAMBA2, 256),
-    Peer("Mamba-2", *MAMBA2, 64),
-    Peer("Gated DeltaNet", *QWEN, 64),
+MAMBA2, DELTANET = "Mamba-2", "Gated DeltaNet"
+OURS: dict[str, Recurrence] = {MAMBA2: scan, DELTANET: partial(delta_rule, chunk_size=CHUNK)}
+ORACLES: dict[str, Recurrence] = {MAMBA2: exact_scan, DELTANET: delta_rule_reference}
+THEIR_SCAN = "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"
+THEIR_RULE = "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
+PEERS = [  # with their own default of a chunk first
+    Peer(MAMBA2, *THEIR_SCAN, 256),
+    Peer(MAMBA2, *THEIR_SCAN, 64),
+    Peer(DELTANET, *THEIR_RULE, 64),
 ]
-BASELINES = {
-    **{peer.name: peer.beside for peer in PEERS},
-    "Mamba-2 + SMat layer": "Mamba-2 layer",
-    "Gated DeltaNet + SMat layer": "Gated DeltaNet layer",
-}
+BASELINES = {peer.name: peer.beside for peer in PEERS}
+BASELINES |= {f"{name} + SMat layer": f"{name} layer" for name in OURS}
 
 
 def load_peer(peer: Peer) -> Recurrence | None:
@@ -93,19 +79,12 @@ def load_peer(peer: Peer) -> Recurrence | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            function = getattr(importlib.import_module(peer.module), peer.function)
+            function = inspect.unwrap(getattr(import_module(peer.module), peer.function))
     except (ImportError, AttributeError):
         return None
-    function, chunk = inspect.unwrap(function), peer.chunk
-
-    def their_scan(x: Tensor, step: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> Tensor:
-        out = function(x, step, rate, b, c, chunk)
-        return out[0] if isinstance(out, tuple) else out
-
-    def their_rule(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor) -> Tensor:
-        return function(q, k, v, g=log_decay, beta=beta, chunk_size=chunk)[0]
-
-    return their_scan if peer.beside == "Mamba-2" else their_rule
+    if peer.beside == MAMBA2:
+        return lambda **given: function(*given.values(), peer.chunk)
+    return lambda q, k, v, beta, log_decay: function(q, k, v, log_decay, beta, peer.chunk)
 
 
 def run_layers(config: LayersConfig) -> dict[str, Any]:
@@ -130,7 +109,7 @@ def run_layers(config: LayersConfig) -> dict[str, Any]:
         for name, timing in timings.items():
             baseline = BASELINES.get(name, name)
             ratio = timing.ratio_to(timings[baseline])
-            row = {"name": name, "kind": kind, "timing": asdict(timing)}
+            row = {"name": name, "kind": kind, "timing": timing._asdict()}
             rows.append({**row, "baseline": baseline, "ratio": ratio})
     missing = [name for name, peer in peers.items() if peer is None]
     return {**record, "rows": rows, "missing": missing}
@@ -160,7 +139,7 @@ def draw_inputs(
             each: tensor.to(config.device, dtype).requires_grad_()
             for each, tensor in {**tensors, "grad_out": grad_out}.items()
         }
-        for name, tensors in {"Mamba-2": scan, "Gated DeltaNet": rule}.items()
+        for name, tensors in {MAMBA2: scan, DELTANET: rule}.items()
     }
 
 
@@ -194,8 +173,9 @@ def _layers(config: LayersConfig, device: torch.device) -> dict[str, Call]:
 
     def step(layer: Mamba2 | GatedDeltaNet) -> object:
         loss = layer(x)[0].square().mean()
-        if layer.memory is not None:
-            loss = loss + 0.01 * layer.memory.balance_loss
+        memory: Any = layer.memory
+        if memory is not None:
+            loss = loss + 0.01 * memory.balance_loss
         leaves = (x, *(each for each in layer.parameters() if each.requires_grad))
         return torch.autograd.grad(loss, leaves, allow_unused=True)
 

@@ -15,8 +15,8 @@ import platform
 import resource
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -36,12 +36,8 @@ Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
 Item = TypeVar("Item")
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
 HALF = (5e-3, 1e-2)
 # Of an output and of a gradient, relative RMS.
 TOLERANCES = {"fp64": (1e-12, 1e-10), "fp32": (1e-5, 1e-4), "bf16": HALF, "fp16": HALF}
@@ -67,16 +63,6 @@ class CheckFailedError(ValueError):
     """What was to be timed gives wrong numbers."""
 
 
-def relative_rms(value: Tensor, oracle: Tensor) -> float:
-    """The root mean square of the difference, relative to the oracle's.
-
-    >>> relative_rms(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0]))
-    0.08...
-    """
-    value, oracle = value.detach().double(), oracle.detach().double()
-    return float((value - oracle).norm() / oracle.norm().clamp_min(1e-300))
-
-
 def forward_backward(
     op: Callable[..., Any], inputs: Mapping[str, Tensor], **options: Any
 ) -> dict[str, Tensor]:
@@ -94,18 +80,20 @@ def forward_backward(
 def check(
     name: str, size: str, found: Mapping[str, Tensor], oracle: Mapping[str, Tensor], dtype: str
 ) -> list[dict[str, Any]]:
-    """Compare results with the oracle's, by name; all but gradients count as outputs."""
-    for_output, for_gradient = TOLERANCES[dtype]
-    return [
-        {
-            "name": name,
-            "quantity": quantity,
-            "size": size,
-            "error": relative_rms(value, oracle[quantity]),
-            "tolerance": for_gradient if quantity.startswith("gradient") else for_output,
-        }
-        for quantity, value in found.items()
-    ]
+    """Compare results with the oracle's by name: relative root mean squares.
+
+    >>> one, other = {"output": torch.tensor([3.0, 4.4])}, {"output": torch.tensor([3.0, 4.0])}
+    >>> check("sum", "T = 2", one, other, "fp32")[0]["error"]
+    0.08...
+    """
+    checks: list[dict[str, Any]] = []
+    for quantity, value in found.items():
+        right = oracle[quantity].detach().double()
+        error = (value.detach().double() - right).norm() / right.norm().clamp_min(1e-300)
+        tolerance = TOLERANCES[dtype][quantity.startswith("gradient")]
+        checks.append({"name": name, "quantity": quantity, "size": size})
+        checks[-1] |= {"error": float(error), "tolerance": tolerance}
+    return checks
 
 
 def begin_record(
@@ -145,9 +133,8 @@ class Reading(NamedTuple):
     major_faults: int
 
 
-@dataclass(frozen=True)
-class Timing:
-    """The calls of one candidate: seconds, and page faults a call."""
+class Timing(NamedTuple):
+    """The calls of one candidate: seconds, quantiles at 20 and 80 %, and page faults a call."""
 
     median: float
     low: float
@@ -157,22 +144,22 @@ class Timing:
     minor_faults: float
     major_faults: float
 
-    @classmethod
-    def of(cls, readings: Sequence[Reading]) -> Timing:
-        """Sum readings up; low and high are the quantiles at 20 and 80 %.
-
-        >>> Timing.of([Reading(seconds, 0, 0) for seconds in (4.0, 1.0, 3.0, 2.0, 5.0)]).low
-        1.8
-        """
-        seconds, minor, major = zip(*readings, strict=True)
-        sample = torch.tensor(seconds, dtype=torch.float64)
-        low, high = (sample.quantile(fraction).item() for fraction in (0.2, 0.8))
-        faults = float(median(minor)), float(median(major))
-        return cls(median(seconds), low, high, max(seconds), len(seconds), *faults)
-
     def ratio_to(self, baseline: Timing) -> float:
         """How many times the baseline's median this median is."""
         return self.median / baseline.median
+
+
+def sum_up(readings: Sequence[Reading]) -> Timing:
+    """Sum up the readings of one candidate.
+
+    >>> sum_up([Reading(seconds, 0, 0) for seconds in (4.0, 1.0, 3.0, 2.0, 5.0)]).low
+    1.8
+    """
+    seconds, minor, major = zip(*readings, strict=True)
+    sample = torch.tensor(seconds, dtype=torch.float64)
+    low, high = (sample.quantile(fraction).item() for fraction in (0.2, 0.8))
+    faults = float(median(minor)), float(median(major))
+    return Timing(median(seconds), low, high, max(seconds), len(seconds), *faults)
 
 
 def read_once(call: Call, device: torch.device = CPU) -> Reading:
@@ -207,7 +194,7 @@ def time_in_turns(
     kept = {key: [each] if each.seconds >= LONG_RUN else [] for key, each in first.items()}
     calls = {key: (call, repeats) for key, call in candidates.items()}
     read_in_turns(calls, kept, 1, budget, device, what)
-    return {key: Timing.of(readings) for key, readings in kept.items()}
+    return {key: sum_up(readings) for key, readings in kept.items()}
 
 
 def read_in_turns(
@@ -263,7 +250,12 @@ def peak_extra_bytes(make: Callable[..., Workload], *arguments: object) -> int:
     """
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
     with ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,)) as fresh:
-        return fresh.submit(_peak_extra_bytes_here, make, *arguments).result()
+        try:
+            return fresh.submit(_peak_extra_bytes_here, make, *arguments).result()
+        except BrokenProcessPool as error:
+            raise OSError(
+                f"the process that measured the memory of {make.__name__} died"
+            ) from error
 
 
 def _peak_extra_bytes_here(make: Callable[..., Workload], *arguments: object) -> int:
@@ -276,11 +268,9 @@ def _peak_extra_bytes_here(make: Callable[..., Workload], *arguments: object) ->
         result = call()
         peak = torch.cuda.max_memory_allocated(device)
     else:
-        with suppress(
-            AttributeError, OSError
-        ):  # where the C library or the system has no such thing
+        with suppress(AttributeError):  # not every C library has it
             ctypes.CDLL(None).malloc_trim(0)
-            Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
         before = read_bytes("/proc/self/status", "VmRSS")
         result = call()
         peak = read_bytes("/proc/self/status", "VmHWM")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -61,30 +60,29 @@ def tabulate_workload(
 
 
 def _time(geometry: Geometry, config: TabulateConfig, device: torch.device) -> list[dict[str, Any]]:
-    tables, columns = _tables(geometry, config.num_columns, device), config.num_columns
+    tables = _tables(geometry, config.num_columns, device)
     forms = {method: tabulate_by(method, geometry, device) for method in _methods(geometry, config)}
     calls = {method: partial(transform, *tables) for method, (transform, _) in forms.items()}
     what = f"tabulate, q = {geometry.field_size}, d = {geometry.vc_dim}"
     timings = measure.time_in_turns(calls, config.repeats, config.budget, device, what)
-    return [
-        {
-            "field_size": geometry.field_size,
-            "vc_dim": geometry.vc_dim,
-            "num_profiles": geometry.num_profiles,
-            "num_types": geometry.num_types,
-            "method": method,
-            "additions": geometry.tabulation_cost(method),
-            "timing": asdict(timing),
-            "ratio_to_factored": timing.ratio_to(timings["factored"]),
-            "kept_bytes": forms[method][1],
-            "working_bytes": measure.peak_extra_bytes(
-                tabulate_workload, geometry, method, columns, device
-            )
-            if config.memory
-            else None,
-        }
-        for method, timing in timings.items()
-    ]
+    rows = []
+    for method, timing in timings.items():
+        work = tabulate_workload, geometry, method, config.num_columns, device
+        rows.append(
+            {
+                "field_size": geometry.field_size,
+                "vc_dim": geometry.vc_dim,
+                "num_profiles": geometry.num_profiles,
+                "num_types": geometry.num_types,
+                "method": method,
+                "additions": geometry.tabulation_cost(method),
+                "timing": timing._asdict(),
+                "ratio_to_factored": timing.ratio_to(timings["factored"]),
+                "kept_bytes": forms[method][1],
+                "working_bytes": measure.peak_extra_bytes(*work) if config.memory else None,
+            }
+        )
+    return rows
 
 
 def _methods(geometry: Geometry, config: TabulateConfig) -> list[str]:
