@@ -26,10 +26,8 @@ app = typer.Typer(
 Record = dict[str, Any]
 Benchmark = Callable[[Any], Record]
 OUT = Path("out")
-FILES = {
-    "json_out": Annotated[Path, typer.Option(help="Result to write, JSON (out/bench_*.json).")],
-    "figure_out": Annotated[Path, typer.Option(help="Figure to write (out/bench_*.png).")],
-}
+JSON_OUT = Annotated[Path, typer.Option(help="Result to write, JSON (out/bench_*.json).")]
+FIGURE_OUT = Annotated[Path, typer.Option(help="Figure to write (out/bench_*.png).")]
 ATTENTION_EXAMPLES = (
     "--preset paper-figure",
     "--seq-len 65536 --vc-dim 3 --both --against none",
@@ -78,15 +76,13 @@ def command(
                 raise ValueError(explain(error)) from None
             _write(run(config), json_out, figure_out, draws)
 
-        options = {**options_of(model), **FILES}
-        if not draws:
-            del options["figure_out"]
-        call.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=x)
-                for name, x in options.items()
-            ]
-        )
+        options = {**options_of(model), "json_out": JSON_OUT}
+        options |= {"figure_out": FIGURE_OUT} if draws else {}
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+            for name, option in options.items()
+        ]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         lines = [f"smat bench {run.__name__} {example}" for example in ("", *examples)]
         epilog = "\n\n".join(["Examples:", *lines])
         app.command(run.__name__, help=run.__doc__, epilog=epilog)(call)

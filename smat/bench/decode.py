@@ -39,17 +39,16 @@ class Decoder:
     @property
     def name(self) -> str:
         """What tables and figures call it, whatever the context and the batch."""
-        return SOFTMAX if self.vc_dim is None else f"d={self.vc_dim}" + " window" * self.moves
-
-    @property
-    def moves(self) -> bool:
-        """Whether its boundary moves."""
-        return self.kind == "window"
+        if self.vc_dim is None:
+            return SOFTMAX
+        return f"d={self.vc_dim}" + (" window" if self.kind == "window" else "")
 
     @property
     def window_step(self) -> int | None:
         """The step of a window: the paper's quarter of the horizon, unless it was given."""
-        return (self.config.window_step or max(1, self.context // 4)) if self.moves else None
+        if self.kind != "window":
+            return None
+        return self.config.window_step or max(1, self.context // 4)
 
     @property
     def num_steps(self) -> int:
@@ -62,9 +61,8 @@ class Decoder:
     def mask(self) -> smat.SMatMask:
         """The mask; a fixed boundary has its horizon at the end of the steps."""
         assert self.vc_dim is not None
-        horizon = self.context + (0 if self.moves else self.num_steps)
-        variant = Variant(self.vc_dim, window_step=self.window_step)
-        return variant.mask(horizon, self.config.chunk_size)
+        horizon = self.context + (0 if self.window_step else self.num_steps)
+        return Variant(self.vc_dim, False, self.window_step).mask(horizon, self.config.chunk_size)
 
     @property
     def expected_bytes(self) -> int:
@@ -77,10 +75,9 @@ class Decoder:
         if self.vc_dim is None:
             tokens = self.batch * config.heads * (self.context + config.steps)
             return tokens * (config.key_dim + config.value_dim) * itemsize
-        geometry = self.mask.geometry
-        states = geometry.num_types + 1
-        if self.moves:
-            states = 2 * (states + geometry.num_profiles)
+        states = self.mask.geometry.num_types + 1
+        if self.window_step:
+            states = 2 * (states + self.mask.geometry.num_profiles)
         numbers = (self.batch + 1) * config.heads * config.key_dim * (config.value_dim + 1)
         return states * numbers * itemsize
 
@@ -93,23 +90,21 @@ class Decoder:
         """
         length, added = self.context, 0
         if self.window_step is not None:
-            step = self.window_step
-            length = (max(2, self.context // step) - 1) * step
-            added = max(0, step - self.num_steps // 2)
+            length = (max(2, self.context // self.window_step) - 1) * self.window_step
+            added = max(0, self.window_step - self.num_steps // 2)
         prompt = draw_tokens(self.config, length, seed=3)
         last = torch.tensor([length - 1], device=self.config.device)
         _, state = smat.smat_attention(*prompt, self.mask, positions=last, output_final_state=True)
         assert state is not None
         for start in range(0, added, EXTENDED_AT_ONCE):
-            count = min(EXTENDED_AT_ONCE, added - start)
-            tokens = draw_tokens(self.config, count, seed=4 + start)
-            _, state = state.extend(*tokens, inplace=True)
+            some = draw_tokens(self.config, min(EXTENDED_AT_ONCE, added - start), seed=4 + start)
+            _, state = state.extend(*some, inplace=True)
         return state if self.batch == 1 else state.repeat_interleave(self.batch)
 
     def stepper(self) -> tuple[Call, int]:
         """A step that feeds random tokens for ever, at the end of the context; its bytes."""
-        tokens = token_by_token(*draw_tokens(self.config, NUM_TOKENS, self.batch, seed=2))
-        turn = cycle(tokens)
+        tokens = draw_tokens(self.config, NUM_TOKENS, self.batch, seed=2)
+        turn = cycle(token_by_token(*tokens))
         if self.vc_dim is None:
             return self._softmax_stepper(turn)
         state = self.fill_state()
@@ -131,9 +126,8 @@ class Decoder:
         def step() -> Tensor:
             place, (q, k, v) = next(places), next(turn)
             keys[:, :, place], values[:, :, place] = k, v
-            seen = slice(0, place + 1)
-            query = q.unsqueeze(2)
-            return F.scaled_dot_product_attention(query, keys[:, :, seen], values[:, :, seen])
+            seen = keys[:, :, : place + 1], values[:, :, : place + 1]
+            return F.scaled_dot_product_attention(q.unsqueeze(2), *seen)
 
         return step, (keys.numel() + values.numel()) * keys.element_size()
 
@@ -212,8 +206,8 @@ def check_decoder(decoder: Decoder) -> list[dict[str, Any]]:
     """Prefill a third, decode the rest, and compare every output with the oracle in fp64."""
     config, split = decoder.config, CHECK_LEN // 3
     assert decoder.vc_dim is not None
-    variant = Variant(decoder.vc_dim, window_step=CHECK_LEN // 8 if decoder.moves else None)
-    mask = variant.mask(CHECK_LEN, min(config.chunk_size, 16))
+    step = CHECK_LEN // 8 if decoder.window_step else None
+    mask = Variant(decoder.vc_dim, False, step).mask(CHECK_LEN, min(config.chunk_size, 16))
     q, k, v = draw_tokens(config, CHECK_LEN, batch=2, seed=1)
     prompt = q[:, :split], k[:, :split], v[:, :split]
     out, state = smat.smat_attention(*prompt, mask, output_final_state=True)
@@ -234,7 +228,7 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
     num_bytes: dict[Decoder, int] = {}
     for number in range(config.passes):
         # Later passes are for the slowest step of a window alone.
-        members = [member for member in pack if number == 0 or member.moves]
+        members = [member for member in pack if number == 0 or member.window_step]
         if not members:
             break
         calls: dict[Decoder, tuple[Call, int]] = {}
@@ -246,9 +240,13 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
         measure.read_in_turns(calls, passes[-1], STEPS_PER_TURN, config.budget, device, what)
         del calls, step  # and their states, before the next pass makes its own
     timings = {member: measure.sum_up(readings) for member, readings in passes[0].items()}
-    shortest = min(config.contexts)
-    return [
-        {
+    rows = []
+    for member, timing in timings.items():
+        beside = replace(member, context=min(config.contexts))
+        if member == beside and any(other.context > member.context for other in pack):
+            continue  # here for the ratio alone: it has a row from a pack of its own
+        walks = [taken[member] for taken in passes] if member.window_step else []
+        row = {
             "name": member.name,
             "kind": member.kind,
             "vc_dim": member.vc_dim,
@@ -256,18 +254,13 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
             "context": member.context,
             "window_step": member.window_step,
             "cache_bytes": num_bytes[member],
-            "timing": timings[member]._asdict(),
-            "ratio_to_shortest": timings[member].ratio_to(
-                timings[replace(member, context=shortest)]
-            ),
+            "timing": timing._asdict(),
+            "ratio_to_shortest": timing.ratio_to(timings[beside]),
             "softmax_ratio": None,
-            "slowest_to_median": _slowest_to_median([taken[member] for taken in passes])
-            if member.moves
-            else None,
+            "slowest_to_median": _slowest_to_median(walks) if walks else None,
         }
-        for member in pack
-        if member.context > shortest or all(other.context == shortest for other in pack)
-    ]
+        rows.append(row)
+    return rows
 
 
 def _slowest_to_median(passes: list[list[Reading]]) -> float:
