@@ -166,7 +166,8 @@ def plan_packs(
             packs.append([])
             free = limit
             for decoder in decoders(config, batch, context):
-                members = list({replace(decoder, context=min(config.contexts)): 0, decoder: 0})
+                shortest = replace(decoder, context=min(config.contexts))
+                members = [decoder] if decoder == shortest else [shortest, decoder]
                 need = sum(member.expected_bytes for member in members)
                 if need > limit:
                     where = {"name": decoder.name, "batch": batch, "context": context}

@@ -1,8 +1,7 @@
 """Time the recurrent backbones beside transformers' torch paths, and what a learned memory adds.
 
-Two questions. How fast are the recurrences themselves, on the same tensors, beside the plain-torch
-functions of transformers? And how much more does a layer cost with a memory of distant tokens, with
-learned routing and several reads a query, than without?
+How fast are the recurrences themselves, on the same tensors, and how much more does a layer cost
+with a memory of distant tokens, with learned routing and several reads a query?
 """
 
 from __future__ import annotations
@@ -104,13 +103,13 @@ def run_layers(config: LayersConfig) -> dict[str, Any]:
     }
     rows = []
     for kind, candidates in calls.items():
-        what = f"layers: {kind}s"
-        timings = measure.time_in_turns(candidates, config.repeats, config.budget, device, what)
+        timings = measure.time_in_turns(
+            candidates, config.repeats, config.budget, device, f"layers: {kind}s"
+        )
         for name, timing in timings.items():
             baseline = BASELINES.get(name, name)
-            ratio = timing.ratio_to(timings[baseline])
-            row = {"name": name, "kind": kind, "timing": timing._asdict()}
-            rows.append({**row, "baseline": baseline, "ratio": ratio})
+            row = {"name": name, "kind": kind, "timing": timing._asdict(), "baseline": baseline}
+            rows.append({**row, "ratio": timing.ratio_to(timings[baseline])})
     missing = [name for name, peer in peers.items() if peer is None]
     return {**record, "rows": rows, "missing": missing}
 
