@@ -118,9 +118,12 @@ class Decoder:
 
     def _softmax_stepper(self, turn: cycle[Token]) -> tuple[Call, int]:
         """Softmax attention with keys and values preallocated to the last token."""
-        last = self.context + self.config.steps
-        _, k, v = draw_tokens(self.config, last, self.batch, seed=3)
-        keys, values = (x.transpose(1, 2).contiguous() for x in (k, v))
+        config, last = self.config, self.context + self.config.steps
+        options: dict[str, Any] = {"device": config.device, "dtype": DTYPES[config.dtype]}
+        keys, values = (  # made in place: nothing beside them needs memory
+            torch.empty(self.batch, config.heads, last, width, **options).normal_()
+            for width in (config.key_dim, config.value_dim)
+        )
         places = iter(range(self.context, last))
 
         def step() -> Tensor:
