@@ -2,175 +2,250 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import linear_regression
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from smat.bench.attention_config import (
-    CAUSAL,
-    GEMM,
-    SOFTMAX,
-    AttentionConfig,
-    expected_costs,
-    with_heads,
-)
-from smat.bench.attention_rows import attention_rows, fit_growth, rates
-from smat.bench.checks import TOLERANCES, Check, relative_rms, require_passed
-from smat.bench.environment import describe_environment
-from smat.bench.memory import Workload, peak_extra_bytes
-from smat.bench.timing import Candidate, NoProgress, Progress, Timing, gemm, measure, synchronizer
-from smat.bench.workload import (
-    DTYPES,
-    Inputs,
-    Shape,
-    Variant,
-    attend,
-    attend_densely,
-    causal_branch,
-    check_device,
-    softmax_attention,
-)
+import smat
+from smat.bench import measure
+from smat.bench.config import HeadsConfig, PrefillConfig
+from smat.bench.measure import DTYPES, Call, Timing, forward_backward
+from smat.masks.boundary import none, window
 
-CHECK_CHUNK = 64
+SOFTMAX, GEMM, CAUSAL = "softmax", "gemm", "causal branch"
+TILE = 64  # tokens of a chunk, for which the operations of the causal branch are counted
+Inputs = dict[str, Tensor]  # q, k, v; log_decay where there are gates; grad_out with a backward
+Key = tuple[int, str, int]  # of a timing: length, name, heads
+Timings = Mapping[Key, Timing]
 
 
-def run_attention(config: AttentionConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Check every variant, time all lengths, measure memory; return plain data."""
-    progress = NoProgress() if progress is None else progress
-    device = check_device(config.device, config.dtype)
-    for seq_len in config.seq_lens:
-        costs = expected_costs(config, seq_len)
-        progress.expect(sum(costs.values()) * (config.repeats + 1))
-        if config.memory:
-            progress.expect(sum(costs[variant.name] for variant in config.variants()))
-    environment = describe_environment(device)
-    checks = [check for variant in config.variants() for check in check_variant(config, variant)]
-    require_passed(checks)
-    # Memory first: what goes wrong there goes wrong before the long part.
-    peaks = {seq_len: _peaks(config, seq_len, progress) for seq_len in config.seq_lens}
-    timings = _time(config, progress)
-    rows = [
-        row
-        for seq_len in config.seq_lens
-        for row in attention_rows(config, seq_len, timings[seq_len], peaks[seq_len])
-    ]
-    return {
-        "benchmark": "train" if config.backward else "prefill",
-        "environment": environment,
-        "config": asdict(config),
-        "checks": [asdict(check) for check in checks],
-        "rows": [asdict(row) for row in rows],
-        "growth": fit_growth(rows),
-        "rates": [rates(config, seq_len, timings[seq_len]) for seq_len in config.seq_lens],
-    }
+@dataclass(frozen=True)
+class Variant:
+    """One way to run the op: VC dimension, gates, and the boundary's schedule.
+
+    >>> Variant(3, gated=True, window_step=2048).name
+    'd=3 gated window(2048)'
+    """
+
+    vc_dim: int
+    gated: bool = False
+    window_step: int | None = None
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call it."""
+        moves = "" if self.window_step is None else f" window({self.window_step})"
+        return f"d={self.vc_dim}{' gated' * self.gated}{moves}"
+
+    def mask(self, seq_len: int, chunk_size: int) -> smat.SMatMask:
+        """Build the mask; whether VC = d is guaranteed makes no difference to its cost."""
+        boundary = None if self.window_step is None else window(self.window_step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", smat.SMatWarning)
+            return smat.SMatMask(seq_len, self.vc_dim, chunk_size, boundary=boundary)
+
+    def take(self, inputs: Inputs) -> Inputs:
+        """Leave the gates out if the variant has none."""
+        return {name: x for name, x in inputs.items() if self.gated or name != "log_decay"}
 
 
-def check_variant(config: AttentionConfig, variant: Variant) -> list[Check]:
-    """Compare output and gradients with the oracle in fp64, at a length that it can afford."""
-    chunk_size = min(config.chunk_size, CHECK_CHUNK)
-    seq_len = 8 * chunk_size - 3  # not a multiple of the chunk
-    dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    shape = Shape(seq_len, min(2, config.heads), config.key_dim, config.value_dim)
-    step = None if variant.window_step is None else max(1, seq_len // 6)
-    checked = Variant(variant.vc_dim, variant.gated, step)
-    inputs = Inputs.random(shape, dtype, device, config.backward, seed=1)
-    mask = checked.mask(seq_len, chunk_size)
-    found = attend(checked, inputs, mask, config.backward)
-    oracle = attend_densely(checked, inputs.to(torch.float64), mask, config.backward)
-    gradients = [f"gradient of {name}" for name in inputs.leaves(variant.gated)]
-    names = ["output", *gradients][: len(found)]
-    for_output, for_gradient = TOLERANCES[dtype]
+def variants(config: PrefillConfig) -> list[Variant]:
+    """All variants of the op, d = 1 and the fixed boundary among them as yardsticks."""
     return [
-        Check(
-            variant.name,
-            name,
-            f"T = {seq_len}",
-            relative_rms(value, right),
-            for_output if name == "output" else for_gradient,
-        )
-        for name, value, right in zip(names, found, oracle, strict=True)
+        Variant(vc_dim, gated, step)
+        for gated in config.gates
+        for vc_dim in sorted({1, *config.vc_dims})
+        for step in sorted(set(config.window_steps), key=lambda step: step or 0)
+        if step is None or vc_dim > 1  # at d = 1 the boundary changes nothing
     ]
 
 
-def attention_workload(
-    backward: bool,
-    vc_dim: int,
-    gated: bool,
-    window_step: int | None,
-    chunk_size: int,
-    dtype: str,
-    device: str,
-    **sizes: int,
-) -> Workload:
-    """Inputs of one variant, made and touched, and what to run on them."""
-    variant, shape = Variant(vc_dim, gated, window_step), Shape(**sizes)
-    place = torch.device(device)
-    inputs = Inputs.random(shape, DTYPES[dtype], place, backward)
-    mask = variant.mask(shape.seq_len, chunk_size)
-    few = Shape(min(256, shape.seq_len), 1, shape.key_dim, shape.value_dim)
-    small = Inputs.random(few, DTYPES[dtype], place, backward)
-    gate_numbers = shape.batch * shape.seq_len * shape.heads if gated and backward else 0
-    return Workload(
-        run=lambda: attend(variant, inputs, mask, backward),
-        output_bytes=(shape.output_numbers(backward) + gate_numbers) * DTYPES[dtype].itemsize,
-        warm=lambda: attend(variant, small, variant.mask(few.seq_len, 16), backward),
-        device=place,
+def draw_inputs(
+    config: HeadsConfig, seq_len: int, batch: int, heads: int, backward: bool = False, seed: int = 0
+) -> Inputs:
+    """Draw inputs of the configuration's widths, and a gradient to bring back if that is wanted."""
+    generator = torch.Generator(config.device).manual_seed(seed)
+    options: dict[str, Any] = {"device": config.device, "dtype": DTYPES[config.dtype]}
+
+    def normal(*width: int) -> Tensor:
+        return torch.randn(batch, seq_len, heads, *width, generator=generator, **options)
+
+    q, k, v = normal(config.key_dim), normal(config.key_dim), normal(config.value_dim)
+    inputs = {"q": q, "k": k, "v": v, "log_decay": normal().abs_().mul_(-0.05)}
+    for leaf in inputs.values():
+        leaf.requires_grad_(backward)
+    return {**inputs, "grad_out": normal(config.value_dim)} if backward else inputs
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal softmax attention, heads before tokens."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def causal_branch(inputs: Inputs) -> Call:
+    """The causal branch alone, on features and augmented values that lie in memory."""
+    phi, psi, values = (inputs[name].abs().float() for name in ("q", "k", "v"))
+    v_aug = F.pad(values, (0, 1), value=1.0)
+    mask = smat.SMatMask(phi.shape[1], vc_dim=1, chunk_size=TILE, boundary=none())
+    return lambda: smat.smat_attention(
+        phi, psi, v_aug, mask, feature_map="identity", normalize=False, branch="causal"
     )
 
 
-def _time(config: AttentionConfig, progress: Progress) -> dict[int, dict[str, Timing]]:
-    """Time all lengths in turns with each other, since a growth exponent is a ratio too."""
-    candidates = {
-        f"{name} at {seq_len}": candidate
-        for seq_len in config.seq_lens
-        for name, candidate in _candidates(config, seq_len).items()
+def run_attention(config: PrefillConfig) -> dict[str, Any]:
+    """Check every variant, measure memory, time all lengths; return the record."""
+    device = measure.find_device(config.device, config.dtype)
+    name = "train" if config.backward else "prefill"
+    checks = [check for variant in variants(config) for check in check_variant(config, variant)]
+    record = measure.begin_record(name, config, device, checks)
+    cases = [(seq_len, variant) for seq_len in config.seq_lens for variant in variants(config)]
+    # Memory first: what goes wrong there goes wrong before the long part.
+    peaks = {
+        case: measure.peak_extra_bytes(attention_workload, config, *case)
+        for case in measure.show_progress(cases if config.memory else [], f"{name}: memory")
     }
-    synchronize = synchronizer(torch.device(config.device))
-    timings = measure(candidates, config.repeats, config.budget, progress, synchronize)
-    return {
-        seq_len: {name: timings[f"{name} at {seq_len}"] for name in expected_costs(config, seq_len)}
-        for seq_len in config.seq_lens
-    }
+    # All lengths take turns with each other, since a growth exponent is a ratio too.
+    candidates: dict[Key, Call] = {}
+    for seq_len in config.seq_lens:
+        candidates |= _candidates(config, seq_len, device)
+    timings = measure.time_in_turns(candidates, config.repeats, config.budget, device, name)
+    rows = [_row(config, *case, peaks.get(case), timings) for case in cases]
+    rows += [_softmax_row(config, key[0], timings) for key in timings if key[1] == SOFTMAX]
+    rows.sort(key=lambda row: config.seq_lens.index(row["seq_len"]))
+    rates = [_rates(config, seq_len, timings) for seq_len in config.seq_lens]
+    return {**record, "rows": rows, "growth": fit_growth(rows), "rates": rates}
 
 
-def _candidates(config: AttentionConfig, seq_len: int) -> dict[str, Candidate]:
-    device, shape = torch.device(config.device), config.shape(seq_len)
-    inputs = Inputs.random(shape, DTYPES[config.dtype], device, config.backward)
-    runs: dict[str, Callable[[], object]] = {}
+def check_variant(config: PrefillConfig, variant: Variant) -> list[dict[str, Any]]:
+    """Compare output and gradients with the oracle in fp64, at a length that it can afford."""
+    chunk_size = min(config.chunk_size, 64)
+    seq_len = 8 * chunk_size - 3  # not a multiple of the chunk
+    step = None if variant.window_step is None else max(1, seq_len // 6)
+    mask = Variant(variant.vc_dim, window_step=step).mask(seq_len, chunk_size)
+    heads = min(2, config.heads)
+    inputs = variant.take(draw_inputs(config, seq_len, 1, heads, config.backward, seed=1))
+    exact = {name: x.detach().double().requires_grad_() for name, x in inputs.items()}
+    found = forward_backward(smat.smat_attention, inputs, mask=mask)
+    oracle = forward_backward(smat.reference_attention, exact, mask=mask)
+    return measure.check(variant.name, f"T = {seq_len}", found, oracle, config.dtype)
 
-    def add_op(name: str, variant: Variant, given: Inputs) -> None:
-        mask = variant.mask(seq_len, config.chunk_size)
-        runs[name] = lambda: attend(variant, given, mask, config.backward)
 
-    for variant in config.variants():
-        add_op(variant.name, variant, inputs)
-    if config.compares(seq_len):
-        heads = config.compared_heads()
-        runs[SOFTMAX] = softmax_attention(inputs, heads, config.backward)
-        if heads != config.heads:
-            fewer = Shape(seq_len, heads, config.key_dim, config.value_dim, config.batch)
-            few = Inputs.random(fewer, DTYPES[config.dtype], device, config.backward)
-            for variant in config.variants():
-                add_op(with_heads(variant, heads), variant, few)
+def attention_workload(config: PrefillConfig, seq_len: int, variant: Variant) -> measure.Workload:
+    """Inputs of one variant, made and touched, and what to run on them."""
+    given = draw_inputs(config, seq_len, config.batch, config.heads, config.backward)
+    inputs, short = variant.take(given), min(256, seq_len)
+    few = variant.take(draw_inputs(config, short, 1, 1, config.backward))
+    mask, small_mask = variant.mask(seq_len, config.chunk_size), variant.mask(short, 16)
+    outputs = inputs.values() if config.backward else [inputs["v"]]  # of the same sizes
+    return measure.Workload(
+        call=partial(forward_backward, smat.smat_attention, inputs, mask=mask),
+        output_bytes=sum(x.numel() * x.element_size() for x in outputs),
+        warm_up=partial(forward_backward, smat.smat_attention, few, mask=small_mask),
+        device=inputs["q"].device,
+    )
+
+
+def _candidates(config: PrefillConfig, seq_len: int, device: torch.device) -> dict[Key, Call]:
+    compares = config.against == "sdpa" and seq_len <= config.softmax_up_to
+    found: dict[Key, Call] = {}
+    for heads in sorted({config.heads, config.compared_heads if compares else config.heads}):
+        inputs = draw_inputs(config, seq_len, config.batch, heads, config.backward)
+        for variant in variants(config):
+            given, mask = variant.take(inputs), variant.mask(seq_len, config.chunk_size)
+            call = partial(forward_backward, smat.smat_attention, given, mask=mask)
+            found[seq_len, variant.name, heads] = call
+        if compares and heads == config.compared_heads:
+            heads_first = {  # the layout that the kernels of softmax want
+                name: x.detach().transpose(1, 2).contiguous().requires_grad_(x.requires_grad)
+                for name, x in Variant(1).take(inputs).items()
+            }
+            found[seq_len, SOFTMAX, heads] = partial(forward_backward, softmax, heads_first)
     if not config.backward:
-        runs[CAUSAL] = causal_branch(inputs)
-    runs[GEMM] = gemm(device, config.gemm_size)
-    costs = expected_costs(config, seq_len)
-    return {name: Candidate(run, costs[name]) for name, run in runs.items()}
+        found[seq_len, CAUSAL, config.heads] = causal_branch(inputs)
+    left, right = torch.rand(2, config.gemm_size, config.gemm_size, device=device)
+    product = partial(torch.mm, left, right, out=torch.empty_like(left))
+    found[seq_len, GEMM, config.heads] = product  # to hold everything else against
+    return found
 
 
-def _peaks(config: AttentionConfig, seq_len: int, progress: Progress) -> dict[str, int]:
-    """Measure the peak memory of every variant, each in a process of its own."""
-    if not config.memory:
-        return {}
-    peaks, costs = {}, expected_costs(config, seq_len)
-    for variant in config.variants():
-        arguments = {
-            "backward": config.backward, **asdict(variant), "chunk_size": config.chunk_size,
-            "dtype": config.dtype, "device": config.device, **asdict(config.shape(seq_len)),
-        }  # fmt: skip
-        peaks[variant.name] = peak_extra_bytes(f"{__name__}:attention_workload", arguments)
-        progress.done(costs[variant.name], f"memory of {variant.name}")
-    return peaks
+def _row(
+    config: PrefillConfig, seq_len: int, variant: Variant, peak: int | None, timings: Timings
+) -> dict[str, Any]:
+    """One variant at one length, with the theorem's bound on its working memory."""
+    vc_dim, heads, compared = variant.vc_dim, config.heads, config.compared_heads
+    timing = timings[seq_len, variant.name, heads]
+    plain = timings.get((seq_len, Variant(vc_dim).name, heads))
+    beside = timings.get((seq_len, SOFTMAX, compared))
+    # (T^(1-1/d) + T/c) r p + c^2 words a head.
+    states = seq_len ** (1 - 1 / vc_dim) + seq_len / config.chunk_size
+    words = states * config.key_dim * (config.value_dim + 1) + config.chunk_size**2
+    return {
+        **_sizes(config, seq_len, heads),
+        "name": variant.name,
+        **asdict(variant),
+        "field_size": variant.mask(seq_len, config.chunk_size).geometry.field_size,
+        "timing": timing._asdict(),
+        "ratio_to_d1": timing.ratio_to(timings[seq_len, Variant(1, variant.gated).name, heads]),
+        "ratio_to_plain": plain and timing.ratio_to(plain),
+        "softmax_ratio": beside and beside.ratio_to(timings[seq_len, variant.name, compared]),
+        "peak_extra_bytes": peak,
+        "bound_bytes": config.batch * heads * words * DTYPES[config.dtype].itemsize,
+    }
+
+
+def _softmax_row(config: PrefillConfig, seq_len: int, timings: Timings) -> dict[str, Any]:
+    heads = config.compared_heads
+    timing = timings[seq_len, SOFTMAX, heads]
+    empty = ("vc_dim", "window_step", "field_size", "ratio_to_plain", "peak_extra_bytes")
+    return {
+        **_sizes(config, seq_len, heads),
+        **dict.fromkeys((*empty, "bound_bytes")),
+        "name": SOFTMAX,
+        "gated": False,
+        "timing": timing._asdict(),
+        "ratio_to_d1": timing.ratio_to(timings[seq_len, Variant(1, config.gates[0]).name, heads]),
+        "softmax_ratio": 1.0,
+    }
+
+
+def _sizes(config: PrefillConfig, seq_len: int, heads: int) -> dict[str, int]:
+    """Length, heads, and the bytes of q, k, v and the output, with gradients if there are some."""
+    numbers = config.batch * seq_len * heads * 2 * (config.key_dim + config.value_dim)
+    num_bytes = numbers * (1 + config.backward) * DTYPES[config.dtype].itemsize
+    return {"seq_len": seq_len, "heads": heads, "io_bytes": num_bytes}
+
+
+def fit_growth(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Fit time = a T^b for every variant with two lengths or more, and return b."""
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(row["name"] for row in rows):
+        same = [row for row in rows if row["name"] == name]
+        if len(same) > 1:
+            lengths = [math.log(row["seq_len"]) for row in same]
+            seconds = [math.log(row["timing"]["median"]) for row in same]
+            found[name] = linear_regression(lengths, seconds).slope
+    return found
+
+
+def _rates(config: PrefillConfig, seq_len: int, timings: Timings) -> dict[str, float]:
+    """GFLOP/s of the matrix product and, when only the forward is timed, of the causal branch."""
+    product = 2.0 * config.gemm_size**3 / timings[seq_len, GEMM, config.heads].median / 1e9
+    found = {"seq_len": seq_len, "gemm": product}
+    if not config.backward:
+        aug_dim = config.value_dim + 1
+        per_token = 2 * config.key_dim * aug_dim + TILE * (config.key_dim + aug_dim)
+        flops = 2.0 * config.batch * seq_len * config.heads * per_token
+        found["causal_branch"] = flops / timings[seq_len, CAUSAL, config.heads].median / 1e9
+        found["fraction_of_gemm"] = found["causal_branch"] / product
+        whole = timings.get((seq_len, Variant(1).name, config.heads))
+        if whole is not None:
+            found["whole_op_fraction_of_gemm"] = flops / whole.median / 1e9 / product
+    return found

@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
+from rich.table import Table
 
-from smat.bench.attention import run_attention
-from smat.bench.attention_config import AttentionConfig
-from smat.bench.decode import run_decode
-from smat.bench.decode_config import DecodeConfig
-from smat.bench.layers import LayersConfig, run_layers
-from smat.bench.options import (
-    ATTENTION_EXAMPLES,
-    DECODE_EXAMPLES,
-    LAYERS_EXAMPLES,
-    PRESETS,
-    TABULATE_EXAMPLES,
-    Against,
-    AgainstOption,
-    Batch,
-    Both,
-    Budget,
-    ChunkSize,
-    Device,
-    Dtype,
-    DtypeOption,
-    FigureOut,
-    Gated,
-    Heads,
-    JsonOut,
-    KeyDim,
-    Kind,
-    Memory,
-    Preset,
-    PresetOption,
-    Repeats,
-    Schedules,
-    SeqLens,
-    SoftmaxHeads,
-    SoftmaxUpTo,
-    ValueDim,
-    VcDims,
-    Windows,
-)
-from smat.bench.progress import progress_bar
-from smat.bench.tabulate import DEFAULT_CASES, TabulateConfig, run_tabulate
+from smat.bench import config as configs
 from smat.report import bench_table
 from smat.report.bench_figure import save_bench_figure
 
@@ -58,295 +23,182 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-
-TABLE_WIDTH = 240  # a table takes what it needs, and no number is ever cut to fit a terminal
+Record = dict[str, Any]
+Benchmark = Callable[[Any], Record]
 OUT = Path("out")
+JSON_OUT = Annotated[Path, typer.Option(help="Result to write, JSON (out/bench_*.json).")]
+FIGURE_OUT = Annotated[Path, typer.Option(help="Figure to write (out/bench_*.png).")]
+ATTENTION_EXAMPLES = (
+    "--preset paper-figure",
+    "--seq-len 65536 --vc-dim 3 --both --against none",
+    "--seq-len 32768 --vc-dim 3 --window-step 2048",
+    "--seq-len 65536 --softmax-heads 1 --repeats 9",
+)
 
 
-@app.command(epilog=TABULATE_EXAMPLES)
-def tabulate(
-    case: Annotated[
-        list[str] | None, typer.Option(help="Field size and VC dimension, as 17,4; repeatable.")
-    ] = None,
-    columns: Annotated[int, typer.Option(help="Columns of the table.")] = 2080,
-    repeats: Repeats = None,
-    budget: Budget = 30.0,
-    dense_limit: Annotated[
-        float, typer.Option(help="MB of an incidence matrix above which dense is left out.")
-    ] = 700.0,
-    memory: Memory = True,
-    device: Device = "cpu",
-    json_out: JsonOut = None,
-) -> None:
+def options_of(model: type[BaseModel]) -> dict[str, Any]:
+    """Annotate one option for each field of a model, by name, as typer wants it."""
+    options = {}
+    for name, field in model.model_fields.items():
+        alias, shown = str(field.validation_alias or name), field.default
+        flag, kind = f"--{alias.replace('_', '-')}", _bare(field.annotation)
+        if get_origin(kind) is tuple:  # may be repeated; what is no number is read as text
+            element = _bare(get_args(kind)[0])
+            kind = list[str] if get_origin(element) else list[element]  # type: ignore[valid-type]
+            shown = ", ".join(str(each) for each in shown)
+        option = typer.Option(
+            f"{flag}/{flag.replace('--', '--no-')}" if shown is True else flag,
+            help=field.description,
+            show_default=str(shown) if shown else False,
+        )
+        options[alias] = Annotated[kind, option]
+    return options
+
+
+def _bare(annotation: Any) -> Any:
+    """Strip a type of None and of what pydantic notes beside it."""
+    while get_origin(annotation) in (Annotated, Union, UnionType):
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def command(
+    model: type[configs.BenchConfig], *examples: str, draws: bool = False
+) -> Callable[[Benchmark], Benchmark]:
+    """Make a command, with the options of a configuration, of a function that prints a record."""
+
+    def register(run: Benchmark) -> Benchmark:
+        def call(json_out: Path | None, figure_out: Path | None = None, **given: Any) -> None:
+            asked = {name: value for name, value in given.items() if value is not None}
+            try:
+                config = model(**asked)
+            except ValidationError as error:
+                raise ValueError(explain(error)) from None
+            _write(run(config), json_out, figure_out, draws)
+
+        options = {**options_of(model), "json_out": JSON_OUT}
+        options |= {"figure_out": FIGURE_OUT} if draws else {}
+        parameters = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+            for name, option in options.items()
+        ]
+        call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        lines = [f"smat bench {run.__name__} {example}" for example in ("", *examples)]
+        epilog = "\n\n".join(["Examples:", *lines])
+        app.command(run.__name__, help=run.__doc__, epilog=epilog)(call)
+        return run
+
+    return register
+
+
+def explain(error: ValidationError) -> str:
+    """Say on one line what is wrong with the first option that is."""
+    found = error.errors()[0]
+    if found["type"] == "value_error":
+        return str(found["ctx"]["error"])
+    least = found.get("ctx", {}).get("ge")
+    wrong = found["msg"] if least is None else f"must be {least} or more"
+    return f"{found['loc'][0]} {wrong}, but it is {found['input']}"
+
+
+@command(
+    configs.TabulateConfig,
+    "--case 17,4 --case 23,4 --repeats 9",
+    "--case 5,3 --columns 64 --no-memory",
+)
+def tabulate(config: configs.TabulateConfig) -> Record:
     """Time tabulation: the factored form, Algorithm 2 and the dense product."""
-    config = TabulateConfig(
-        cases=tuple(_case(text) for text in case) if case else DEFAULT_CASES,
-        num_columns=columns,
-        repeats=repeats or 5,
-        budget=budget,
-        dense_limit=int(dense_limit * 1e6),
-        memory=memory,
-        device=device,
-    )
-    with progress_bar("tabulate") as progress:
-        result = run_tabulate(config, progress)
-    console = _console()
-    console.print(bench_table.check_table(result["checks"]))
-    console.print(bench_table.tabulate_table(result))
-    console.print(
+    from smat.bench.tabulate import run_tabulate
+
+    record = run_tabulate(config)
+    return _print(
+        record,
+        bench_table.tabulate_table(record),
         "Bytes beyond input and output. Kept: the index tables or the fp32 incidence matrix, "
         "counted. Working: the rise of\nthe resident set of a fresh process in one run, input, "
-        "output and kept tables already there. Faults: page faults a run."
+        "output and kept tables already there. Faults: page faults a run.",
     )
-    _write(console, result, json_out)
 
 
-@app.command(epilog=ATTENTION_EXAMPLES.format(name="prefill"))
-def prefill(
-    seq_len: SeqLens = None,
-    vc_dim: VcDims = None,
-    heads: Heads = 4,
-    key_dim: KeyDim = 64,
-    value_dim: ValueDim = 64,
-    batch: Batch = 1,
-    chunk_size: ChunkSize = 64,
-    gated: Gated = False,
-    both: Both = None,
-    schedule: Schedules = None,
-    window_step: Windows = None,
-    against: AgainstOption = None,
-    softmax_up_to: SoftmaxUpTo = 131072,
-    softmax_heads: SoftmaxHeads = None,
-    repeats: Repeats = None,
-    budget: Budget = 60.0,
-    memory: Memory = True,
-    dtype: DtypeOption = Dtype.fp32,
-    device: Device = "cpu",
-    preset: PresetOption = None,
-    json_out: JsonOut = None,
-    figure_out: FigureOut = None,
-) -> None:
+@command(configs.PrefillConfig, *ATTENTION_EXAMPLES, draws=True)
+def prefill(config: configs.PrefillConfig) -> Record:
     """Time the op forward, beside causal softmax, d = 1 and a matrix product."""
-    _attention(**locals(), backward=False)
+    from smat.bench.attention import run_attention
 
-
-@app.command(epilog=ATTENTION_EXAMPLES.format(name="train"))
-def train(
-    seq_len: SeqLens = None,
-    vc_dim: VcDims = None,
-    heads: Heads = 4,
-    key_dim: KeyDim = 64,
-    value_dim: ValueDim = 64,
-    batch: Batch = 1,
-    chunk_size: ChunkSize = 64,
-    gated: Gated = False,
-    both: Both = None,
-    schedule: Schedules = None,
-    window_step: Windows = None,
-    against: AgainstOption = None,
-    softmax_up_to: SoftmaxUpTo = 65536,
-    softmax_heads: SoftmaxHeads = None,
-    repeats: Repeats = None,
-    budget: Budget = 60.0,
-    memory: Memory = True,
-    dtype: DtypeOption = Dtype.fp32,
-    device: Device = "cpu",
-    preset: PresetOption = None,
-    json_out: JsonOut = None,
-    figure_out: FigureOut = None,
-) -> None:
-    """Time the op forward and backward, beside causal softmax, d = 1 and a matrix product."""
-    _attention(**locals(), backward=True)
-
-
-@app.command(epilog=DECODE_EXAMPLES)
-def decode(
-    context: Annotated[
-        list[int] | None, typer.Option(help="Tokens in the context; repeatable (1K to 256K).")
-    ] = None,
-    vc_dim: VcDims = None,
-    batch: Annotated[
-        list[int] | None, typer.Option(help="Sequences at once; may be repeated (1, 16).")
-    ] = None,
-    heads: Heads = 4,
-    key_dim: KeyDim = 64,
-    value_dim: ValueDim = 64,
-    chunk_size: ChunkSize = 64,
-    schedule: Annotated[
-        list[Kind] | None, typer.Option(help="Boundary, fixed or window; repeatable (both).")
-    ] = None,
-    window_step: Annotated[
-        int | None, typer.Option(help="Step of the window (a quarter of the context).")
-    ] = None,
-    softmax: Annotated[
-        bool, typer.Option("--softmax/--no-softmax", help="Time softmax with a KV cache.")
-    ] = True,
-    steps: Annotated[int, typer.Option(help="Tokens to decode at each context.")] = 256,
-    window_steps: Annotated[
-        int, typer.Option(help="At most so many tokens of a window, around a move.")
-    ] = 4096,
-    passes: Annotated[int, typer.Option(help="Passes over a window's steps.")] = 3,
-    budget: Annotated[float, typer.Option(help="Seconds for each decoder and context.")] = 30.0,
-    max_gb: Annotated[
-        float | None, typer.Option(help="GB for all states at once (70 % of what is free).")
-    ] = None,
-    dtype: DtypeOption = Dtype.fp32,
-    device: Device = "cpu",
-    json_out: JsonOut = None,
-    figure_out: FigureOut = None,
-) -> None:
-    """Time one token of decoding against the context, beside softmax with a KV cache."""
-    default = DecodeConfig()
-    config = DecodeConfig(
-        contexts=tuple(context or default.contexts),
-        vc_dims=tuple(vc_dim or default.vc_dims),
-        batches=tuple(batch or default.batches),
-        heads=heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        chunk_size=chunk_size,
-        schedules=tuple(kind.value for kind in schedule) if schedule else default.schedules,
-        window_step=window_step,
-        softmax=softmax,
-        steps=steps,
-        window_steps=window_steps,
-        passes=passes,
-        budget=budget,
-        max_bytes=None if max_gb is None else int(max_gb * 1e9),
-        dtype=dtype.value,
-        device=device,
-    )
-    with progress_bar("decode") as progress:
-        result = run_decode(config, progress)
-    console = _console()
-    console.print(bench_table.check_table(result["checks"]))
-    console.print(bench_table.decode_table(result))
-    console.print(
-        "x shortest: to the shortest context, timed in turns with it. Slowest: one step of the "
-        "first pass.\nSlowest / median: of a window's steps around a move of its boundary, each "
-        f"the fastest of {passes} passes."
-    )
-    for left_out in result["skipped"]:
-        console.print(
-            f"Left out: {left_out['name']} at {left_out['context']}, batch {left_out['batch']}, "
-            f"which needs {left_out['bytes'] / 1e9:.1f} GB."
-        )
-    _write(console, result, json_out, figure_out)
-
-
-@app.command(epilog=LAYERS_EXAMPLES)
-def layers(
-    seq_len: Annotated[int, typer.Option(help="Sequence length T.")] = 4096,
-    batch: Batch = 1,
-    heads: Heads = 4,
-    head_dim: Annotated[int, typer.Option(help="Width of a head, and of its state.")] = 64,
-    num_groups: Annotated[int, typer.Option(help="Groups of heads that share B and C.")] = 1,
-    vc_dim: Annotated[int, typer.Option(help="VC dimension d of the memories.")] = 3,
-    num_reads: Annotated[int, typer.Option(help="Types that a query reads.")] = 4,
-    repeats: Repeats = None,
-    budget: Budget = 60.0,
-    device: Device = "cpu",
-    json_out: JsonOut = None,
-) -> None:
-    """Time Mamba-2 and Gated DeltaNet beside transformers, and with a learned memory."""
-    config = LayersConfig(
-        seq_len, batch, heads, head_dim, num_groups, vc_dim, num_reads, repeats or 9, budget, device
-    )
-    with progress_bar("layers") as progress:
-        result = run_layers(config, progress)
-    console = _console()
-    console.print(bench_table.check_table(result["checks"]))
-    console.print(bench_table.layers_table(result))
-    if result["missing"]:
-        console.print(
-            f"Not timed: {', '.join(result['missing'])}; they come with pip install smat[hf].",
-            markup=False,
-        )
-    _write(console, result, json_out)
-
-
-def _attention(*, backward: bool, preset: Preset | None, **options: Any) -> None:
-    for name, value in PRESETS[preset.value].items() if preset else ():
-        if not options[name]:
-            options[name] = Against(value) if name == "against" else value
-    lengths = tuple(options["seq_len"] or (4096, 16384))
-    against = options["against"] or Against.sdpa
-    config = AttentionConfig(
-        backward=backward,
-        seq_lens=lengths,
-        vc_dims=tuple(options["vc_dim"] or (1, 2, 3, 4)),
-        gates=(False, True) if options["both"] else (options["gated"],),
-        window_steps=_window_steps(options["schedule"], options["window_step"], min(lengths)),
-        softmax=against is Against.sdpa,
-        repeats=options["repeats"] or 5,
-        dtype=options["dtype"].value,
-        **{
-            name: options[name]
-            for name in (
-                "heads", "key_dim", "value_dim", "batch", "chunk_size", "softmax_up_to",
-                "softmax_heads", "budget", "memory", "device",
-            )
-        },
-    )  # fmt: skip
-    with progress_bar("train" if backward else "prefill") as progress:
-        result = run_attention(config, progress)
-    console = _console()
-    console.print(bench_table.check_table(result["checks"]))
-    console.print(bench_table.attention_table(result))
-    console.print(bench_table.rate_table(result["rates"], config.gemm_size))
-    console.print(
+    record = run_attention(config)
+    return _print(
+        record,
+        bench_table.attention_table(record),
+        bench_table.rate_table(record["rates"], config.gemm_size),
         "x d=1: with the same gates. x plain: the same d without gates, boundary fixed. softmax x: "
         "how many times longer causal softmax takes.\nPeak extra: resident set of a fresh process "
         "beyond inputs and outputs; bound: (T^(1-1/d) + T/c) r p + c^2 words a head.\nExponent: "
-        "fitted over the lengths above. Faults: page faults a run."
+        "fitted over the lengths above. Faults: page faults a run.",
     )
-    _write(console, result, options["json_out"], options["figure_out"])
 
 
-def _window_steps(
-    schedules: list[Kind] | None, steps: list[int] | None, shortest: int
-) -> tuple[int | None, ...]:
-    """The fixed boundary is always timed; a window if it or its step is asked for."""
-    if schedules is not None and Kind.window not in schedules:
-        if steps:
-            raise ValueError(f"--window-step {steps[0]} needs --schedule window")
-        return (None,)
-    if schedules is not None and not steps:
-        steps = [max(1, shortest // 16)]
-    return (None, *(steps or []))
+@command(configs.TrainConfig, *ATTENTION_EXAMPLES, draws=True)
+def train(config: configs.TrainConfig) -> Record:
+    """Time the op forward and backward, beside causal softmax, d = 1 and a matrix product."""
+    return prefill(config)
 
 
-def _case(text: str) -> tuple[int, int]:
-    try:
-        field_size, vc_dim = (int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"a case is a field size and a VC dimension, as 17,4, not {text!r}"
-        ) from None
-    return field_size, vc_dim
+@command(
+    configs.DecodeConfig,
+    "--context 1024 --context 65536 --vc-dim 3 --batch 1",
+    "--schedule window --window-step 4096 --no-softmax",
+    draws=True,
+)
+def decode(config: configs.DecodeConfig) -> Record:
+    """Time one token of decoding against the context, beside softmax with a KV cache."""
+    from smat.bench.decode import run_decode
+
+    record = run_decode(config)
+    return _print(
+        record,
+        bench_table.decode_table(record),
+        "x shortest: to the shortest context, timed in turns with it. Slowest: one step of the "
+        "first pass.\nSlowest / median: of a window's steps around a move of its boundary, each "
+        f"the fastest of {config.passes} passes.",
+        *(
+            f"Left out: {left_out['name']} at {left_out['context']}, batch {left_out['batch']}, "
+            f"which needs {left_out['bytes'] / 1e9:.1f} GB."
+            for left_out in record["skipped"]
+        ),
+    )
 
 
-def _console() -> Console:
-    return Console(width=TABLE_WIDTH, highlight=False)
+@command(configs.LayersConfig, "--seq-len 16384 --vc-dim 2 --repeats 5")
+def layers(config: configs.LayersConfig) -> Record:
+    """Time Mamba-2 and Gated DeltaNet beside transformers, and with a learned memory."""
+    from smat.bench.layers import run_layers
+
+    record = run_layers(config)
+    missing = ", ".join(record["missing"])
+    note = [f"Not timed: {missing}; they come with pip install smat[hf]."] if missing else []
+    return _print(record, bench_table.layers_table(record), *note)
 
 
-def _write(
-    console: Console,
-    result: Mapping[str, Any],
-    json_out: Path | None,
-    figure_out: Path | None = None,
-) -> None:
-    """Write the result, and the figure of a benchmark that has one."""
-    name = result["benchmark"]
-    where = result["environment"]
-    console.print(
+def _print(record: Record, *tables_and_notes: Table | str) -> Record:
+    """Print what was checked, tables, notes, and where the benchmark ran."""
+    console = Console(width=240, highlight=False, markup=False)  # no number is ever cut to fit
+    where = record["environment"]
+    for each in (
+        bench_table.check_table(record["checks"]),
+        *tables_and_notes,
         f"{where['processor']}, {where['num_threads']} threads of {where['num_cores']} cores, "
-        f"load {where['load_average']}, torch {where['torch']}, commit {where['commit']}"
-    )
+        f"load {where['load_average']}, torch {where['torch']}, commit {where['commit']}",
+    ):
+        console.print(each)
+    return record
+
+
+def _write(record: Record, json_out: Path | None, figure_out: Path | None, draws: bool) -> None:
+    name = record["benchmark"]
     path = OUT / f"bench_{name}.json" if json_out is None else json_out
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"Written to {path}", soft_wrap=True)
-    if name not in ("tabulate", "layers"):
+    path.write_text(json.dumps(record, indent=2) + "\n")
+    typer.echo(f"Written to {path}")
+    if draws:
         picture = OUT / f"bench_{name}.png" if figure_out is None else figure_out
-        console.print(f"Drawn into {save_bench_figure(result, picture)}", soft_wrap=True)
+        typer.echo(f"Drawn into {save_bench_figure(record, picture)}")

@@ -2,204 +2,276 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import cycle
 from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import smat
-from smat.bench.checks import TOLERANCES, Check, relative_rms, require_passed
-from smat.bench.decode_config import SOFTMAX, DecodeConfig, Decoder
-from smat.bench.decode_steppers import make_stepper
-from smat.bench.environment import describe_environment
-from smat.bench.memory import available_bytes
-from smat.bench.timing import (
-    NoProgress,
-    Progress,
-    Samples,
-    Timing,
-    measure_steps,
-    synchronizer,
-)
-from smat.bench.workload import DTYPES, Inputs, Shape, Variant, check_device
+from smat.bench import measure
+from smat.bench.attention import SOFTMAX, Variant, draw_inputs
+from smat.bench.config import DecodeConfig
+from smat.bench.measure import DTYPES, Call, Reading
 
 CHECK_LEN = 149
 STEPS_PER_TURN = 16
+NUM_TOKENS = 32  # different tokens that are fed in turn
+EXTENDED_AT_ONCE = 4096
+Token = tuple[Tensor, Tensor, Tensor]  # q, k, v, of one token or of several
 
 
 @dataclass(frozen=True)
-class DecodeRow:
-    """One decoder at one context and batch; seconds a token."""
+class Decoder:
+    """Something that decodes one token at a time: a state of some schedule and d, or softmax."""
 
-    name: str
-    kind: str
+    config: DecodeConfig
+    kind: str  # "fixed", "window" or "softmax"
     vc_dim: int | None
-    batch: int
     context: int
-    window_step: int | None
-    cache_bytes: int
-    timing: Timing
-    ratio_to_shortest: float  # to the shortest context, timed in turns with it
-    softmax_ratio: float | None  # how many times longer a token of softmax took
-    slowest_to_median: float | None  # of a window: its slowest step, the same in every pass
+    batch: int
+
+    @property
+    def name(self) -> str:
+        """What tables and figures call it, whatever the context and the batch."""
+        if self.vc_dim is None:
+            return SOFTMAX
+        return f"d={self.vc_dim}" + (" window" if self.kind == "window" else "")
+
+    @property
+    def window_step(self) -> int | None:
+        """The step of a window: the paper's quarter of the horizon, unless it was given."""
+        if self.kind != "window":
+            return None
+        return self.config.window_step or max(1, self.context // 4)
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps to take in one pass; a window's go around a move of its boundary."""
+        if self.window_step is None:
+            return self.config.steps
+        return max(1, min(self.config.window_steps, 2 * self.window_step, self.context))
+
+    @cached_property
+    def mask(self) -> smat.SMatMask:
+        """The mask; a fixed boundary has its horizon at the end of the steps."""
+        assert self.vc_dim is not None
+        horizon = self.context + (0 if self.window_step else self.num_steps)
+        return Variant(self.vc_dim, False, self.window_step).mask(horizon, self.config.chunk_size)
+
+    @property
+    def expected_bytes(self) -> int:
+        """Estimate what the decoder keeps: B + 1 states, keys and values, or a window's tables.
+
+        A window keeps two type tables (one in the making), two profile tables and two running
+        states. A batch is copied from one sequence.
+        """
+        config, itemsize = self.config, DTYPES[self.config.dtype].itemsize
+        if self.vc_dim is None:
+            tokens = self.batch * config.heads * (self.context + config.steps)
+            return tokens * (config.key_dim + config.value_dim) * itemsize
+        states = self.mask.geometry.num_types + 1
+        if self.window_step:
+            states = 2 * (states + self.mask.geometry.num_profiles)
+        numbers = (self.batch + 1) * config.heads * config.key_dim * (config.value_dim + 1)
+        return states * numbers * itemsize
+
+    def fill_state(self) -> smat.SMatState:
+        """Take in random keys and values, the same for all sequences of the batch.
+
+        A window's boundary moves in the middle of the steps: it is prefilled up to a segment's
+        beginning and then extended, so that its next type table is as far built as it is while
+        decoding.
+        """
+        length, added = self.context, 0
+        if self.window_step is not None:
+            length = (max(2, self.context // self.window_step) - 1) * self.window_step
+            added = max(0, self.window_step - self.num_steps // 2)
+        prompt = draw_tokens(self.config, length, seed=3)
+        last = torch.tensor([length - 1], device=self.config.device)
+        _, state = smat.smat_attention(*prompt, self.mask, positions=last, output_final_state=True)
+        assert state is not None
+        for start in range(0, added, EXTENDED_AT_ONCE):
+            some = draw_tokens(self.config, min(EXTENDED_AT_ONCE, added - start), seed=4 + start)
+            _, state = state.extend(*some, inplace=True)
+        return state if self.batch == 1 else state.repeat_interleave(self.batch)
+
+    def stepper(self) -> tuple[Call, int]:
+        """A step that feeds random tokens for ever, at the end of the context; its bytes."""
+        tokens = draw_tokens(self.config, NUM_TOKENS, self.batch, seed=2)
+        turn = cycle(token_by_token(*tokens))
+        if self.vc_dim is None:
+            return self._softmax_stepper(turn)
+        state = self.fill_state()
+
+        def step() -> Tensor:
+            nonlocal state
+            out, state = state.step(*next(turn), inplace=True)
+            return out
+
+        return step, state.num_bytes
+
+    def _softmax_stepper(self, turn: cycle[Token]) -> tuple[Call, int]:
+        """Softmax attention with keys and values preallocated to the last token."""
+        config, last = self.config, self.context + self.config.steps
+        options: dict[str, Any] = {"device": config.device, "dtype": DTYPES[config.dtype]}
+        keys, values = (  # made in place: nothing beside them needs memory
+            torch.empty(self.batch, config.heads, last, width, **options).normal_()
+            for width in (config.key_dim, config.value_dim)
+        )
+        places = iter(range(self.context, last))
+
+        def step() -> Tensor:
+            place, (q, k, v) = next(places), next(turn)
+            keys[:, :, place], values[:, :, place] = k, v
+            seen = keys[:, :, : place + 1], values[:, :, : place + 1]
+            return F.scaled_dot_product_attention(q.unsqueeze(2), *seen)
+
+        return step, (keys.numel() + values.numel()) * keys.element_size()
 
 
-def run_decode(config: DecodeConfig, progress: Progress | None = None) -> dict[str, Any]:
-    """Check every decoder, time all contexts, and return plain data."""
-    progress = NoProgress() if progress is None else progress
-    device = check_device(config.device, config.dtype)
-    limit = _memory_limit(config)
-    plan, skipped = plan_packs(config, limit)
-    for pack in plan:
-        progress.expect(sum(_num_timed(decoder, config) for decoder in pack))
-    environment = describe_environment(device)
-    kinds = {
-        (decoder.kind, decoder.vc_dim): decoder
-        for pack in plan
-        for decoder in pack
-        if decoder.kind != SOFTMAX
-    }
-    checks = [check_decoder(config, decoder) for decoder in kinds.values()]
-    require_passed(checks)
-    rows: list[DecodeRow] = []
-    for pack in plan:
-        rows += _time(config, pack, device, progress)
-    return {
-        "benchmark": "decode",
-        "environment": environment,
-        "config": asdict(config),
-        "memory_limit": limit,
-        "checks": [asdict(check) for check in checks],
-        "rows": [asdict(row) for row in _with_softmax_ratio(rows)],
-        "skipped": skipped,
-    }
+def draw_tokens(config: DecodeConfig, length: int, batch: int = 1, *, seed: int) -> Token:
+    """Draw queries, keys and values of some tokens."""
+    inputs = draw_inputs(config, length, batch, config.heads, seed=seed)
+    return inputs["q"], inputs["k"], inputs["v"]
+
+
+def token_by_token(q: Tensor, k: Tensor, v: Tensor) -> list[Token]:
+    """Take queries, keys and values apart along the tokens."""
+    return list(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True))
+
+
+def decoders(config: DecodeConfig, batch: int, context: int) -> list[Decoder]:
+    """All decoders at one batch and context, d = 1 once."""
+    kinds: list[tuple[str, int | None]] = [
+        (schedule, vc_dim)
+        for schedule in config.schedules
+        for vc_dim in config.vc_dims
+        if schedule == "fixed" or vc_dim > 1
+    ]
+    kinds += [(SOFTMAX, None)] if config.softmax else []
+    return [Decoder(config, kind, vc_dim, context, batch) for kind, vc_dim in kinds]
 
 
 def plan_packs(
-    config: DecodeConfig, limit: int | None
+    config: DecodeConfig, limit: float
 ) -> tuple[list[list[Decoder]], list[dict[str, Any]]]:
-    """Group decoders that are timed in turns: as many as fit, each beside its shortest context."""
+    """Pack decoders that are timed in turns: as many as fit, each beside its shortest context."""
     packs: list[list[Decoder]] = []
     skipped: list[dict[str, Any]] = []
-    shortest = min(config.contexts)
     for batch in config.batches:
         for context in sorted(set(config.contexts)):
-            pack: list[Decoder] = []
-            used = 0
-            for decoder in config.decoders(batch, context):
-                members = list(dict.fromkeys([decoder.at(shortest), decoder]))
-                need = sum(member.expected_bytes(config) for member in members)
-                if limit is not None and need > limit:
-                    skipped.append(
-                        {"name": decoder.name, "batch": batch, "context": context, "bytes": need}
-                    )
+            packs.append([])
+            free = limit
+            for decoder in decoders(config, batch, context):
+                shortest = replace(decoder, context=min(config.contexts))
+                members = [decoder] if decoder == shortest else [shortest, decoder]
+                need = sum(member.expected_bytes for member in members)
+                if need > limit:
+                    where = {"name": decoder.name, "batch": batch, "context": context}
+                    skipped.append({**where, "bytes": need})
                     continue
-                if limit is not None and used + need > limit:
-                    packs.append(pack)
-                    pack, used = [], 0
-                pack += members
-                used += need
-            packs.append(pack)
+                if need > free:
+                    packs.append([])
+                    free = limit
+                packs[-1] += members
+                free -= need
     return [pack for pack in packs if pack], skipped
 
 
-def check_decoder(config: DecodeConfig, decoder: Decoder) -> Check:
+def run_decode(config: DecodeConfig) -> dict[str, Any]:
+    """Check every decoder, time all contexts, and return the record."""
+    device = measure.find_device(config.device, config.dtype)
+    limit = config.max_bytes
+    if limit is None and device.type == "cpu":
+        with suppress(OSError):
+            limit = int(0.7 * measure.read_bytes("/proc/meminfo", "MemAvailable"))
+    plan, skipped = plan_packs(config, float("inf") if limit is None else limit)
+    kinds = {decoder.name: decoder for pack in plan for decoder in pack if decoder.vc_dim}
+    checks = [check for decoder in kinds.values() for check in check_decoder(decoder)]
+    record = measure.begin_record("decode", config, device, checks)
+    rows = []
+    for number, pack in enumerate(plan, start=1):
+        rows += _time(pack, device, f"decode, {number} of {len(plan)}")
+    softmax = {(row["batch"], row["context"]): row for row in rows if row["kind"] == SOFTMAX}
+    for row in rows:
+        beside = softmax.get((row["batch"], row["context"]))
+        if beside is not None:
+            row["softmax_ratio"] = beside["timing"]["median"] / row["timing"]["median"]
+    return {**record, "memory_limit": limit, "rows": rows, "skipped": skipped}
+
+
+def check_decoder(decoder: Decoder) -> list[dict[str, Any]]:
     """Prefill a third, decode the rest, and compare every output with the oracle in fp64."""
-    dtype, device = DTYPES[config.dtype], torch.device(config.device)
-    step = CHECK_LEN // 8 if decoder.kind == "window" else None
-    mask = Variant(decoder.vc_dim, window_step=step).mask(CHECK_LEN, min(config.chunk_size, 16))
-    shape = Shape(CHECK_LEN, min(2, config.heads), config.key_dim, config.value_dim, batch=2)
-    inputs = Inputs.random(shape, dtype, device, backward=False, seed=1)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    split = CHECK_LEN // 3
-    out, state = smat.smat_attention(
-        q[:, :split], k[:, :split], v[:, :split], mask, output_final_state=True
-    )
+    config, split = decoder.config, CHECK_LEN // 3
+    assert decoder.vc_dim is not None
+    step = CHECK_LEN // 8 if decoder.window_step else None
+    mask = Variant(decoder.vc_dim, False, step).mask(CHECK_LEN, min(config.chunk_size, 16))
+    q, k, v = draw_tokens(config, CHECK_LEN, batch=2, seed=1)
+    prompt = q[:, :split], k[:, :split], v[:, :split]
+    out, state = smat.smat_attention(*prompt, mask, output_final_state=True)
     assert state is not None
     outputs = [out]
-    for t in range(split, CHECK_LEN):
-        out_t, state = state.step(q[:, t], k[:, t], v[:, t], inplace=True)
+    for token in token_by_token(q, k, v)[split:]:
+        out_t, state = state.step(*token, inplace=True)
         outputs.append(out_t.unsqueeze(1))
-    wide = inputs.to(torch.float64)
-    oracle = smat.reference_attention(wide.q, wide.k, wide.v, mask)
-    error = relative_rms(torch.cat(outputs, dim=1), oracle)
+    oracle = {"output": smat.reference_attention(q.double(), k.double(), v.double(), mask)}
     size = f"T = {CHECK_LEN}, decoded from {split}"
-    return Check(decoder.name, "output", size, error, TOLERANCES[dtype][0])
+    found = {"output": torch.cat(outputs, dim=1)}
+    return measure.check(decoder.name, size, found, oracle, config.dtype)
 
 
-def _time(
-    config: DecodeConfig, pack: Sequence[Decoder], device: torch.device, progress: Progress
-) -> list[DecodeRow]:
-    passes: list[dict[str, Samples]] = []
-    num_bytes: dict[str, int] = {}
+def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str, Any]]:
+    config = pack[0].config
+    passes: list[dict[Decoder, list[Reading]]] = []
+    num_bytes: dict[Decoder, int] = {}
     for number in range(config.passes):
         # Later passes are for the slowest step of a window alone.
-        taking_part = [member for member in pack if number == 0 or member.kind == "window"]
-        if not taking_part:
+        members = [member for member in pack if number == 0 or member.window_step]
+        if not members:
             break
-        steppers = {member.key: make_stepper(config, member, device) for member in taking_part}
-        for stepper in steppers.values():
-            stepper.step()  # warms up
-        timed = {
-            member.key: (steppers[member.key].step, member.num_steps(config) - 1 or 1)
-            for member in taking_part
+        calls: dict[Decoder, tuple[Call, int]] = {}
+        for member in members:
+            step, num_bytes[member] = member.stepper()
+            step()  # warms up
+            calls[member] = step, member.num_steps - 1 or 1
+        passes.append({member: [] for member in members})
+        measure.read_in_turns(calls, passes[-1], STEPS_PER_TURN, config.budget, device, what)
+        del calls, step  # and their states, before the next pass makes its own
+    timings = {member: measure.sum_up(readings) for member, readings in passes[0].items()}
+    rows = []
+    for member, timing in timings.items():
+        beside = replace(member, context=min(config.contexts))
+        if member == beside and any(other.context > member.context for other in pack):
+            continue  # here for the ratio alone: it has a row from a pack of its own
+        walks = [taken[member] for taken in passes] if member.window_step else []
+        row = {
+            "name": member.name,
+            "kind": member.kind,
+            "vc_dim": member.vc_dim,
+            "batch": member.batch,
+            "context": member.context,
+            "window_step": member.window_step,
+            "cache_bytes": num_bytes[member],
+            "timing": timing._asdict(),
+            "ratio_to_shortest": timing.ratio_to(timings[beside]),
+            "softmax_ratio": None,
+            "slowest_to_median": _slowest_to_median(walks) if walks else None,
         }
-        passes.append(
-            measure_steps(timed, STEPS_PER_TURN, config.budget, progress, synchronizer(device))
-        )
-        num_bytes |= {key: stepper.num_bytes for key, stepper in steppers.items()}
-        del steppers, timed
-    timings = {key: samples.timing() for key, samples in passes[0].items()}
-    shortest = min(config.contexts)
-    return [
-        DecodeRow(
-            member.name, member.kind, member.vc_dim or None, member.batch, member.context,
-            member.window_step(config) if member.kind == "window" else None,
-            cache_bytes=num_bytes[member.key],
-            timing=timings[member.key],
-            ratio_to_shortest=timings[member.key].ratio_to(timings[member.at(shortest).key]),
-            softmax_ratio=None,
-            slowest_to_median=_slowest(member, passes),
-        )
-        for member in pack
-        if member.context > shortest or all(other.context == shortest for other in pack)
-    ]  # fmt: skip
+        rows.append(row)
+    return rows
 
 
-def _slowest(member: Decoder, passes: Sequence[dict[str, Samples]]) -> float | None:
+def _slowest_to_median(passes: list[list[Reading]]) -> float:
     """The slowest step of a window relative to its median step.
 
     A step counts with its fastest pass: what the algorithm does at a step it does in every pass,
     what the system does in between it does not.
     """
-    if member.kind != "window":
-        return None
-    walks = [samples[member.key].seconds for samples in passes if member.key in samples]
-    steps = [min(same) for same in zip(*walks, strict=False)]
+    steps = [min(same).seconds for same in zip(*passes, strict=False)]
     return max(steps) / median(steps)
-
-
-def _with_softmax_ratio(rows: Sequence[DecodeRow]) -> list[DecodeRow]:
-    softmax = {(row.batch, row.context): row.timing for row in rows if row.kind == SOFTMAX}
-
-    def ratio(row: DecodeRow) -> float | None:
-        beside = softmax.get((row.batch, row.context))
-        return None if beside is None else beside.ratio_to(row.timing)
-
-    return [DecodeRow(**{**vars(row), "softmax_ratio": ratio(row)}) for row in rows]
-
-
-def _num_timed(decoder: Decoder, config: DecodeConfig) -> int:
-    passes = config.passes if decoder.kind == "window" else 1
-    return passes * max(1, decoder.num_steps(config) - 1)
-
-
-def _memory_limit(config: DecodeConfig) -> int | None:
-    if config.max_bytes is not None:
-        return config.max_bytes
-    free = available_bytes()
-    if free is None or torch.device(config.device).type != "cpu":
-        return None
-    return int(0.7 * free)

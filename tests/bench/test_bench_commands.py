@@ -8,30 +8,21 @@ import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
+pytest.importorskip("pydantic")
 
 import smat
 from smat.__main__ import main
+from smat.bench import config
 
 SMALL = [
     "--heads", "2", "--key-dim", "4", "--value-dim", "4", "--chunk-size", "8", "--repeats", "2",
+    "--gemm-size", "64",  # a product of 2048^3 takes longer than all of these tests
 ]  # fmt: skip
 ENVIRONMENT = {
     "time", "machine", "processor", "device", "num_cores", "num_threads", "load_average", "system",
     "python", "torch", "smat", "commit",
 }  # fmt: skip
 TIMING = {"median", "low", "high", "slowest", "num_runs", "minor_faults", "major_faults"}
-
-
-@pytest.fixture(autouse=True)
-def small_product(monkeypatch):
-    """A matrix product of 2048^3 takes longer than all of these tests."""
-    from smat.bench.attention_config import AttentionConfig
-
-    monkeypatch.setattr(AttentionConfig, "__init__", _with_gemm_size(AttentionConfig.__init__))
-
-
-def _with_gemm_size(init):
-    return lambda self, *args, **options: init(self, *args, **{"gemm_size": 64, **options})
 
 
 def run(capsys, tmp_path, *arguments):
@@ -188,7 +179,9 @@ def test_a_wrong_tabulation_is_not_timed(capsys, tmp_path, monkeypatch):
         (["train", "--dtype", "bf16"], "use fp32 or fp64"),
         (["train", "--softmax-heads", "5"], "must lie in 1..4, but it is 5"),
         (["prefill", "--schedule", "fixed", "--window-step", "8"], "needs --schedule window"),
-        (["decode", "--context", "3"], "one is 3"),
+        (["decode", "--context", "3"], "context must be 8 or more, but it is 3"),
+        (["decode", "--schedule", "moving"], "should be 'fixed' or 'window', but it is moving"),
+        (["layers", "--num-groups", "3"], "4 heads do not fall into 3 groups"),
     ],
 )
 def test_bad_options_are_one_line(capsys, tmp_path, arguments, message):
@@ -199,10 +192,36 @@ def test_bad_options_are_one_line(capsys, tmp_path, arguments, message):
     assert message in line
 
 
-@pytest.mark.parametrize("command", ["tabulate", "prefill", "train", "decode"])
-def test_help_has_examples(capsys, command):
+CONFIGS = {
+    "tabulate": config.TabulateConfig,
+    "prefill": config.PrefillConfig,
+    "train": config.TrainConfig,
+    "decode": config.DecodeConfig,
+    "layers": config.LayersConfig,
+}
+
+
+@pytest.mark.parametrize("command", CONFIGS)
+def test_help_has_examples_and_an_option_for_every_field(capsys, command):
     assert main(["bench", command, "--help"]) == 0
-    assert f"smat bench {command} " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"smat bench {command} --" in out
+    for name, field in CONFIGS[command].model_fields.items():
+        assert f"--{(field.validation_alias or name).replace('_', '-')}" in out
+
+
+@pytest.mark.parametrize("model", CONFIGS.values())
+def test_a_configuration_refuses_a_field_that_it_does_not_have(model):
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        model(heat=3)
+
+
+def test_a_record_holds_what_was_asked_for_in_the_units_of_the_record():
+    found = config.PrefillConfig(seq_len=(64, 32), both=True, schedule=("window",)).record()
+    assert (found["seq_lens"], found["gates"]) == ([64, 32], (False, True))
+    assert (found["window_steps"], found["softmax"], found["backward"]) == ((None, 2), True, False)
+    assert config.TabulateConfig(dense_limit=0.5).record()["dense_limit"] == 500_000
+    assert config.DecodeConfig(max_gb=1.5).record()["max_bytes"] == 1_500_000_000
 
 
 def test_presets_give_way_to_options(capsys, tmp_path):
@@ -241,7 +260,7 @@ def test_layers(capsys, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 def test_layers_without_transformers_says_so_in_one_line(capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("smat.bench.layers.load_peer", lambda name: None)
+    monkeypatch.setattr("smat.bench.layers.load_peer", lambda peer: None)
     status, out, _, result = run(capsys, tmp_path, "layers", *LAYERS)
     assert status == 0
     assert set(result["missing"]) == PEER_ROWS
@@ -252,7 +271,7 @@ def test_layers_without_transformers_says_so_in_one_line(capsys, tmp_path, monke
 def test_layers_that_are_wrong_are_not_timed(capsys, tmp_path, monkeypatch):
     from smat.bench import layers
 
-    wrong = {"Mamba-2": lambda *given: 1.01 * layers.our_scan(*given)}
+    wrong = {"Mamba-2": lambda **given: 1.01 * layers.scan(**given)}
     monkeypatch.setattr(layers, "OURS", {**layers.OURS, **wrong})
     status, _, error, result = run(capsys, tmp_path, "layers", *LAYERS)
     assert status != 0

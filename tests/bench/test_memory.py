@@ -1,13 +1,19 @@
 """Peak memory is what a run needs beyond its inputs and outputs."""
 
+from importlib import import_module
+from pathlib import Path
+
 import pytest
 
-from smat.bench.memory import available_bytes, peak_extra_bytes
+pytest.importorskip("pydantic")
+
+from smat.bench.measure import peak_extra_bytes, read_bytes
 
 MEGABYTE = 1 << 20
 WORKLOAD = """
+import os
 import torch
-from smat.bench.memory import Workload
+from smat.bench.measure import Workload
 
 def workload(temporary, output):
     def run():
@@ -17,6 +23,9 @@ def workload(temporary, output):
 
 def broken():
     raise ValueError("no such workload")
+
+def deadly():
+    os._exit(1)
 """
 
 
@@ -24,21 +33,25 @@ def broken():
 def module(tmp_path, monkeypatch):
     (tmp_path / "made_up_workload.py").write_text(WORKLOAD)
     monkeypatch.syspath_prepend(tmp_path)
-    return "made_up_workload"
+    return import_module("made_up_workload")
 
 
 def test_temporaries_count_and_outputs_do_not(module):
-    sizes = {"temporary": 64 * MEGABYTE, "output": 16 * MEGABYTE}
     # The temporary is gone when the output is made: the peak is the larger one.
-    peak = peak_extra_bytes(f"{module}:workload", sizes)
+    peak = peak_extra_bytes(module.workload, 64 * MEGABYTE, 16 * MEGABYTE)
     assert 46 * MEGABYTE <= peak <= 60 * MEGABYTE
 
 
 def test_a_workload_that_fails_is_one_line(module):
-    with pytest.raises(ValueError, match=r"made_up_workload:broken.*no such workload"):
-        peak_extra_bytes(f"{module}:broken", {})
+    with pytest.raises(ValueError, match=r"^no such workload$"):
+        peak_extra_bytes(module.broken)
 
 
-def test_free_memory_is_known_or_not():
-    free = available_bytes()
-    assert free is None or free > 0
+def test_a_workload_that_dies_is_one_line(module):
+    with pytest.raises(OSError, match=r"^the process that measured the memory of deadly died$"):
+        peak_extra_bytes(module.deadly)
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="there is no /proc")
+def test_free_memory_is_known():
+    assert read_bytes("/proc/meminfo", "MemAvailable") > 0

@@ -1,0 +1,217 @@
+"""What each benchmark is to time; the fields of a configuration are the options of its command.
+
+A field has one name in the record and may have another on the command line, its alias.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
+Context = Annotated[int, Field(ge=8)]
+Schedule = Literal["fixed", "window"]
+
+
+def _read_case(given: object) -> object:
+    """Take "17,4" apart, a field size and a VC dimension."""
+    if not isinstance(given, str):
+        return given
+    numbers = given.split(",")
+    if len(numbers) != 2 or not all(number.strip().isdigit() for number in numbers):
+        raise ValueError(f"a case is a field size and a VC dimension, as 17,4, not {given!r}")
+    return tuple(int(number) for number in numbers)
+
+
+Case = Annotated[tuple[int, int], BeforeValidator(_read_case)]
+
+BUDGET = "Seconds after which a candidate leaves, with 3 runs or more."
+# What `--preset` fills in where an option is not given.
+PRESETS: dict[str | None, dict[str, Any]] = {
+    "quick": {"seq_len": (1024, 2048, 4096), "repeats": 3},
+    "paper-figure": {"seq_len": (16384, 32768, 65536, 98304, 131072)},
+    "gates": {"seq_len": (65536,), "both": True, "against": "none"},
+    "window": {"seq_len": (32768,), "window_step": (2048,), "against": "none"},
+}
+
+
+def option(default: Any, text: str, name: str | None = None, recorded: bool = True) -> Any:
+    """Declare a field with its help text; `name` is the option's, where it is another."""
+    return Field(default, description=text, validation_alias=name, exclude=not recorded)
+
+
+class BenchConfig(BaseModel):
+    """A configuration that does not change, and refuses fields that it does not have.
+
+    >>> LayersConfig(seq_len=128, heads=2).heads
+    2
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+    device: str = option("cpu", "Device, for example cpu or cuda.")
+
+    def record(self) -> dict[str, Any]:
+        """Return the configuration as the JSON record holds it."""
+        return self.model_dump(mode="json")
+
+
+class TabulateConfig(BenchConfig):
+    """Which geometries (q, d) to tabulate; `dense_limit` counts in MB."""
+
+    cases: tuple[Case, ...] = option(
+        ((37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5)),
+        "Field size and VC dimension, as 17,4; repeatable.",
+        "case",
+    )
+    num_columns: Count = option(2080, "Columns of the table.", "columns")
+    repeats: Count = option(5, "Runs of each candidate.")
+    budget: float = option(30.0, BUDGET)
+    dense_limit: float = option(
+        700.0, "MB of an incidence matrix above which dense is left out.", recorded=False
+    )
+    memory: bool = option(True, "Measure peak memory in fresh processes.")
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "dense_limit": int(self.dense_limit * 1e6)}
+
+
+class HeadsConfig(BenchConfig):
+    """The sizes of attention."""
+
+    vc_dims: Counts = option((1, 2, 3, 4), "VC dimension d; may be repeated.", "vc_dim")
+    heads: Count = option(4, "Heads.")
+    key_dim: Count = option(64, "Width of queries and keys.")
+    value_dim: Count = option(64, "Width of values.")
+    chunk_size: Count = option(64, "Chunk width c of the mask.")
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = option("fp32", "Type of the inputs.")
+
+
+class PrefillConfig(HeadsConfig):
+    """Lengths and variants of the op; `softmax_heads` are timed for both sides of that ratio."""
+
+    backward: ClassVar[bool] = False
+
+    preset: Literal["quick", "paper-figure", "gates", "window"] | None = option(
+        None, "Fill in options that are not given. quick: T from 1K to 4K, 3 runs. paper-figure: T "
+        "from 16K to 128K. gates: T = 64K, with gates and without, no softmax. window: T = 32K, "
+        "fixed boundary and a window of 2048, no softmax.", recorded=False,
+    )  # fmt: skip
+    seq_lens: Counts = option((4096, 16384), "Sequence length T; may be repeated.", "seq_len")
+    batch: Count = option(1, "Sequences at once.")
+    gated: bool = option(False, "Time the op with decay gates.", recorded=False)
+    both: bool = option(False, "Time it with gates and without.", recorded=False)
+    schedules: tuple[Schedule, ...] = option(
+        (), "Boundary: fixed, or window with --window-step (T/16); may be repeated.",
+        "schedule", recorded=False,
+    )  # fmt: skip
+    steps: tuple[Count, ...] = option(
+        (), "Also time a window that steps by so many tokens; may be repeated.",
+        "window_step", recorded=False,
+    )  # fmt: skip
+    against: Literal["sdpa", "none"] = option("sdpa", "What to time beside it.", recorded=False)
+    softmax_up_to: int = option(131072, "Longest T at which softmax is timed.")
+    softmax_heads: Count | None = option(
+        None, "Compare with softmax on fewer heads, the same for both."
+    )
+    repeats: Count = option(5, "Runs of each candidate.")
+    budget: float = option(60.0, BUDGET)
+    memory: bool = option(True, "Measure peak memory in fresh processes.")
+    gemm_size: Count = option(2048, "Size of the matrix product that is timed beside it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_preset(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return {**PRESETS.get(given.get("preset"), {}), **given}
+
+    @model_validator(mode="after")
+    def _check(self) -> PrefillConfig:
+        if self.compared_heads > self.heads:
+            raise ValueError(
+                f"softmax_heads must lie in 1..{self.heads}, but it is {self.softmax_heads}"
+            )
+        if len(set(self.seq_lens)) != len(self.seq_lens):
+            raise ValueError(f"each length may be given once, but they are {list(self.seq_lens)}")
+        if self.steps and self.schedules and "window" not in self.schedules:
+            raise ValueError(f"--window-step {self.steps[0]} needs --schedule window")
+        return self
+
+    @property
+    def gates(self) -> tuple[bool, ...]:
+        """Whether the op is timed without gates, with them, or both."""
+        return (False, True) if self.both else (self.gated,)
+
+    @property
+    def window_steps(self) -> tuple[int | None, ...]:
+        """The windows that are timed; None is the fixed boundary, which always is."""
+        if not self.steps and "window" in self.schedules:
+            return None, max(1, min(self.seq_lens) // 16)
+        return None, *self.steps
+
+    @property
+    def compared_heads(self) -> int:
+        """The heads with which the op and softmax are compared."""
+        return self.heads if self.softmax_heads is None else self.softmax_heads
+
+    def record(self) -> dict[str, Any]:
+        asked = {"backward": self.backward, "gates": self.gates, "window_steps": self.window_steps}
+        return {**super().record(), **asked, "softmax": self.against == "sdpa"}
+
+
+class TrainConfig(PrefillConfig):
+    """The same with the backward pass."""
+
+    backward: ClassVar[bool] = True
+
+    softmax_up_to: int = option(65536, "Longest T at which softmax is timed.")
+
+
+class DecodeConfig(HeadsConfig):
+    """Contexts, VC dimensions and batches; `max_gb` is for all states alive."""
+
+    contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = option(
+        (1024, 4096, 16384, 65536, 262144), "Tokens in the context; repeatable.", "context"
+    )
+    batches: Counts = option((1, 16), "Sequences at once; may be repeated.", "batch")
+    schedules: Annotated[tuple[Schedule, ...], Field(min_length=1)] = option(
+        ("fixed", "window"), "Boundary, fixed or window; repeatable.", "schedule"
+    )
+    window_step: Count | None = option(None, "Step of the window (a quarter of the context).")
+    softmax: bool = option(True, "Time softmax with a KV cache.")
+    steps: Count = option(256, "Tokens to decode at each context.")
+    window_steps: Count = option(4096, "At most so many tokens of a window, around a move.")
+    passes: Count = option(3, "Passes over a window's steps.")
+    budget: float = option(30.0, "Seconds for each decoder and context.")
+    max_gb: float | None = option(
+        None, "GB for all states at once (70 % of what is free).", recorded=False
+    )
+
+    @property
+    def max_bytes(self) -> int | None:
+        """The limit in bytes, where one was given."""
+        return None if self.max_gb is None else int(self.max_gb * 1e9)
+
+    def record(self) -> dict[str, Any]:
+        return {**super().record(), "max_bytes": self.max_bytes}
+
+
+class LayersConfig(BenchConfig):
+    """Heads of one width, with one state of width x width each."""
+
+    seq_len: Count = option(4096, "Sequence length T.")
+    batch: Count = option(1, "Sequences at once.")
+    heads: Count = option(4, "Heads.")
+    head_dim: Count = option(64, "Width of a head, and of its state.")
+    num_groups: Count = option(1, "Groups of heads that share B and C.")
+    vc_dim: Count = option(3, "VC dimension d of the memories.")
+    num_reads: Count = option(4, "Types that a query reads.")
+    repeats: Count = option(9, "Runs of each candidate.")
+    budget: float = option(60.0, BUDGET)
+
+    @model_validator(mode="after")
+    def _check(self) -> LayersConfig:
+        if self.heads % self.num_groups:
+            raise ValueError(f"{self.heads} heads do not fall into {self.num_groups} groups")
+        return self
