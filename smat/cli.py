@@ -18,8 +18,8 @@ from rich.table import Table
 from smat.masks import boundary as schedules
 from smat.masks.boundary import BoundarySchedule
 from smat.masks.mask import SMatMask, SMatWarning
+from smat.report.figures import save_mask_figure
 from smat.report.geometry_table import CacheShape, GeometryRow, format_bytes, geometry_row
-from smat.report.mask_figure import save_mask_figure
 
 app = typer.Typer(
     help="SMat-Attention: causal masks of a chosen VC dimension, in linear time.",

@@ -51,7 +51,7 @@ from smat.bench.options import (
 from smat.bench.progress import progress_bar
 from smat.bench.tabulate import DEFAULT_CASES, TabulateConfig, run_tabulate
 from smat.report import bench_table
-from smat.report.bench_figure import save_bench_figure
+from smat.report.figures import save_bench_figure
 
 app = typer.Typer(
     help="Time the library: everything is checked first, and compared within one process.",

@@ -129,11 +129,11 @@ def report(
 ) -> None:
     """Write one HTML page and Markdown: every table beside the paper's."""
     if tables is not None:
-        from smat.report.marked_tables import refresh_file
+        from smat.report.text_tables import refresh_file
 
         typer.echo(f"{refresh_file(tables, Store(out).roots)} tables in {tables}")
         return
-    from smat.report.experiments_page import write_report
+    from smat.report.page import write_report
 
     page = write_report(out, Store(out).roots)
     typer.echo(f"Report: {page}")
@@ -182,7 +182,7 @@ def _require_extras(engine: EngineName) -> None:
 
 
 def _print_table(experiment: Experiment, preset: str, store: Store, console: Console) -> None:
-    from smat.report.experiments_table import print_table
+    from smat.report.text_tables import print_table
 
     print_table(experiment, preset, store.roots, console)
 

@@ -1,0 +1,211 @@
+"""Read the records of finished runs, and say what a set of runs took."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from math import isnan
+from pathlib import Path
+from statistics import fmean
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from smat.experiments.run import Experiment
+
+
+class RecordWarning(UserWarning):
+    """A JSON file among the records is not a record of a run."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class RunName(_Strict):
+    """Which run it was."""
+
+    experiment: str
+    preset: str
+    arm: str
+    cell: str
+    seed: int
+
+
+class Hardware(_Strict):
+    """Where it ran."""
+
+    cpu: str | None = None
+    cores: int | None = None
+    torch: str | None = None
+    device: str | None = None
+
+
+class Record(_Strict):
+    """What a finished run left; `curve` holds a step, the loss and the accuracy in each point."""
+
+    version: Literal[1]
+    run: RunName
+    accuracy: FiniteFloat
+    loss: FiniteFloat
+    minutes: FiniteFloat
+    key: str | None = None
+    by_cell: dict[str, FiniteFloat] = {}
+    controls: dict[str, FiniteFloat] = {}
+    curve: list[tuple[FiniteFloat, FiniteFloat | None, FiniteFloat | None]] = []
+    parameters: int | None = None
+    hardware: Hardware = Hardware()
+    commit: str | None = None
+    finished: str | None = None
+
+
+def load_records(roots: Iterable[str | Path]) -> list[Record]:
+    """Read the records below the roots; a run that several roots hold counts in the first.
+
+    >>> load_records(["no/such/folder"])
+    []
+
+    A root is a folder of records, or holds one by the name `records`. A file that is not a record
+    is skipped with a warning that names it.
+    """
+    found: dict[RunName, Record] = {}
+    for path in (path for root in roots for path in _files(Path(root))):
+        try:
+            record = Record.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(map(str, problem["loc"]))
+            warnings.warn(f"skipped {path}: {where} {problem['msg']}", RecordWarning, stacklevel=2)
+        except OSError as error:
+            warnings.warn(f"skipped {path}: {error}", RecordWarning, stacklevel=2)
+        else:
+            found.setdefault(record.run, record)
+    return list(found.values())
+
+
+def _files(root: Path) -> Iterator[Path]:
+    if (root / "records").is_dir():
+        root = root / "records"
+    for path in sorted(root.rglob("*.json")):
+        if path.relative_to(root).parts[0] != "runs":  # unfinished work
+            yield path
+
+
+def select(records: Iterable[Record], experiment: str, preset: str) -> list[Record]:
+    """Keep the records of one preset of an experiment."""
+    return [r for r in records if (r.run.experiment, r.run.preset) == (experiment, preset)]
+
+
+def stale_note(records: Sequence[Record], experiment: Experiment, preset: str) -> str:
+    """Say how many records were made with settings that the preset no longer has."""
+    if not records or preset not in experiment.presets:
+        return ""
+    seeds = sorted({record.run.seed for record in records})
+    current = {run.key for run in experiment.runs(preset, seeds)}
+    old = sum(record.key not in current for record in records)
+    made = f"{old} of the {len(records)} runs were made with other settings"
+    return f"{made} than the preset {preset} has now." if old else ""
+
+
+def facts_of(records: Sequence[Record]) -> dict[str, str]:
+    """Say how many runs there are, how long they took, where, and of which commit.
+
+    >>> run = {"experiment": "mqar", "preset": "quick", "arm": "a", "cell": "c", "seed": 0}
+    >>> record = Record(version=1, run=run, accuracy=9, loss=1, minutes=90, commit="0123456789ab+",
+    ...                 hardware={"cpu": "EPYC", "cores": 2, "torch": "2.13.0"})
+    >>> facts_of([record])
+    {'runs': '1', 'time': '1.5 h in all', 'machine': 'EPYC, 2 cores, torch 2.13.0',
+     'commit': '0123456789+'}
+
+    A + marks a commit whose sources were changed.
+    """
+    if not records:
+        return {"runs": "none"}
+    minutes = [record.minutes for record in records]
+    took = f"{format_minutes(sum(minutes))} in all"
+    if len(minutes) > 1:
+        least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
+        extremes = f" ({least} to {most})" if least != most else ""
+        took += f", {format_minutes(fmean(minutes))} a run{extremes}"
+    commits = _once(
+        f"{(r.commit or '')[:10]}{'+' * (r.commit or '').endswith('+')}" for r in records
+    )
+    shown = (
+        commits
+        if len(commits) <= 4
+        else [*commits[:2], f"{commits[2]} and {len(commits) - 3} more"]
+    )
+    days = sorted(_once((record.finished or "")[:10] for record in records))
+    facts = {
+        "runs": str(len(records)),
+        "time": took,
+        "machine": "; ".join(_once(_format_hardware(record.hardware) for record in records)),
+        "commit": ", ".join(shown),
+        "finished": " to ".join(days if len(days) < 3 else [days[0], days[-1]]),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _once(texts: Iterable[str]) -> list[str]:
+    return [text for text in dict.fromkeys(texts) if text]
+
+
+def _format_hardware(hardware: Hardware) -> str:
+    cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}" if hardware.cores else ""
+    torch = f"torch {hardware.torch}" if hardware.torch else ""
+    device = "" if hardware.device in (None, "cpu") else hardware.device
+    return ", ".join(filter(None, [hardware.cpu, cores, torch, device]))
+
+
+def format_minutes(minutes: float) -> str:
+    """Write a time in the unit that suits it, with two digits that matter.
+
+    >>> [format_minutes(minutes) for minutes in (0.5, 4.5, 12, 90, 1440 * 3)]
+    ['30 s', '4.5 min', '12 min', '1.5 h', '72 h']
+    """
+    if minutes < 1:
+        return f"{60 * minutes:.0f} s"
+    number, unit = (minutes, "min") if minutes < 60 else (minutes / 60, "h")
+    return f"{number:.{int(number < 10)}f} {unit}"
+
+
+def format_count(count: float) -> str:
+    """Write a count in thousands or millions.
+
+    >>> [format_count(count) for count in (640, 8123, 58088, 26_900_000)]
+    ['640', '8.1 K', '58 K', '27 M']
+    """
+    for limit, unit in ((1_000_000, "M"), (1000, "K")):
+        if count >= 0.9995 * limit:
+            number = count / limit
+            return f"{number:.{int(number < 9.95)}f} {unit}"
+    return str(count)
+
+
+def is_loss(name: str) -> bool:
+    """Tell a control that is a loss from one that is an accuracy in per cent, by its name.
+
+    >>> is_loss("constant predictor, nats"), is_loss("certified ceiling")
+    (True, False)
+    """
+    return any(word in name.lower() for word in ("loss", "nats"))
+
+
+def format_value(mean: float, std: float | None = None, decimals: int = 1) -> str:
+    """Write a mean, and the deviation where there is one.
+
+    >>> format_value(98.25, 0.4), format_value(46.55), format_value(-0.001)
+    ('98.3 ± 0.4', '46.6', '0.0')
+
+    What is rounded are the digits that Python prints: the 46.55 of a paper becomes 46.6, although
+    the nearest binary fraction lies below it.
+    """
+    texts = []
+    for number in (mean, std):
+        if number is not None and not isnan(number):
+            digits = Decimal(repr(float(number))).quantize(
+                Decimal(1).scaleb(-decimals), ROUND_HALF_UP
+            )
+            texts.append(f"{digits if digits else abs(digits):f}")
+    return " ± ".join(texts)
