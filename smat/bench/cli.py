@@ -51,7 +51,7 @@ from smat.bench.options import (
 from smat.bench.progress import progress_bar
 from smat.bench.tabulate import DEFAULT_CASES, TabulateConfig, run_tabulate
 from smat.report import bench_table
-from smat.report.figures import save_bench_figure
+from smat.report.figures import bench_figure, save_figure
 
 app = typer.Typer(
     help="Time the library: everything is checked first, and compared within one process.",
@@ -349,4 +349,4 @@ def _write(
     console.print(f"Written to {path}", soft_wrap=True)
     if name not in ("tabulate", "layers"):
         picture = OUT / f"bench_{name}.png" if figure_out is None else figure_out
-        console.print(f"Drawn into {save_bench_figure(result, picture)}", soft_wrap=True)
+        console.print(f"Drawn into {save_figure(bench_figure(result), picture)}", soft_wrap=True)

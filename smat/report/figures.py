@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from io import StringIO
 from itertools import cycle, product
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from smat.extras import require
 from smat.masks import boundary
 from smat.masks.mask import SMatMask, SMatWarning
+from smat.report.bench_table import count_heads, format_sizes
 from smat.report.records import Record, is_loss
 
 if TYPE_CHECKING:
@@ -25,19 +27,16 @@ if TYPE_CHECKING:
     from pandas import DataFrame, Series
 
 MAX_SEQ_LEN = 4096  # a figure holds T x T cells, and no screen shows more
-
 FUTURE, UNSEEN, CAUSAL, LONG_RANGE, LONG_RANGE_NEXT = range(5)
-MASK_COLOURS = ("#ffffff00", "#8d8d8d33", "#4a7fb5", "#d1495b", "#e59500")  # future: transparent
+MASK_COLOURS = ("#ffffff00", "#8d8d8d33", "#4a7fb5", "#d1495b", "#e59500")
 MASK_LEGEND = {
     CAUSAL: "causal",
     LONG_RANGE: "long range: on the hyperplane",
     LONG_RANGE_NEXT: "the same, next direction",
     UNSEEN: "zero: off the hyperplane",
 }
-INK = "#2b2d42"
-COLOURS = (
-    "#4a7fb5", "#2a9d8f", "#e59500", "#d1495b", "#8a63c9", "#8d8d8d", "#c0609b", "#7c9a2c",
-)  # fmt: skip
+INK, GREY = "#2b2d42", "#8d8d8d"
+COLOURS = ("#4a7fb5", "#2a9d8f", "#e59500", "#d1495b", "#8a63c9", GREY, "#c0609b", "#7c9a2c")
 LINES = ("-", "--", ":", "-.")
 STYLE = {
     "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 9, "legend.frameon": False,
@@ -46,12 +45,31 @@ STYLE = {
     "lines.linewidth": 1.3, "lines.markersize": 3.5, "savefig.dpi": 150,
     "svg.fonttype": "none", "svg.hashsalt": "smat",
 }  # fmt: skip
-SCREENS = (
+INK_OF_SCREENS = (
     f"<style>svg {{ color: {INK}; }}"
     "@media (prefers-color-scheme: dark) { svg { color: #e7e9ef; } }</style>"
 )
 LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic scale
 SMALLEST = 1e-4  # of the largest loss: what is smaller lies on the lower edge
+
+
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure; the file's suffix chooses the format."""
+    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
+        raise ValueError(f"cannot tell the format of {path.name!r}: use .png, .svg or .pdf")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _style():
+        figure.savefig(path, facecolor="white")
+    return path
+
+
+def figure_svg(figure: Figure) -> str:
+    """Write a figure as SVG whose ink is dark on a light screen and light on a dark one."""
+    text = StringIO()
+    with _style():
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    svg = text.getvalue().replace(INK, "currentColor")
+    return re.sub(r"<svg [^>]*>", rf"\g<0>{INK_OF_SCREENS}", svg, count=1)
 
 
 def classify(mask: SMatMask) -> Tensor:
@@ -68,14 +86,12 @@ def classify(mask: SMatMask) -> Tensor:
     """
     position = torch.arange(mask.seq_len)
     visible = mask.dense()
-    distant = position[None, :] < mask.boundaries()[:, None]
-    past = position[None, :] <= position[:, None]
+    distant = visible & (position < mask.boundaries()[:, None])
     odd_direction = mask.query_type(position) // mask.geometry.field_size % 2 == 1
-    kind = torch.full(visible.shape, FUTURE, dtype=torch.uint8)
-    kind[past & ~visible] = UNSEEN
-    kind[visible & ~distant] = CAUSAL
-    kind[visible & distant] = LONG_RANGE
-    kind[visible & distant & odd_direction[:, None]] = LONG_RANGE_NEXT
+    kind = torch.full(visible.shape, UNSEEN, dtype=torch.uint8).tril()
+    kind[visible] = CAUSAL
+    kind[distant] = LONG_RANGE
+    kind[distant & odd_direction[:, None]] = LONG_RANGE_NEXT
     return kind
 
 
@@ -88,23 +104,21 @@ def example_masks() -> list[SMatMask]:
 
 
 def mask_figure(masks: Sequence[SMatMask]) -> Figure:
-    """Lay masks out in a line, one panel each, over one legend."""
+    """Lay masks out side by side, one panel each, over one legend."""
     if not masks:
         raise ValueError("there is no mask to draw: give at least one")
     longest = max(mask.seq_len for mask in masks)
     if longest > MAX_SEQ_LEN:
-        raise ValueError(
-            f"seq_len {longest} is too long to draw cell by cell: use {MAX_SEQ_LEN} or less"
-        )
+        raise ValueError(f"seq_len {longest} is too long to draw: use {MAX_SEQ_LEN} or less")
     with _style():
         from matplotlib.patches import Patch
 
         figure = _figure(max(3.55 * len(masks) + 0.35, 5.4), 4.55)
         panels = figure.subplots(1, len(masks), squeeze=False)[0]
+        kinds = set()
         for axes, mask in zip(panels, masks, strict=True):
-            _draw_mask(axes, mask)
+            kinds.update(_draw_mask(axes, mask).unique().tolist())
         panels[0].set_ylabel("query t")
-        kinds = {kind for mask in masks for kind in classify(mask).unique().tolist()}
         handles = [
             Patch(facecolor=MASK_COLOURS[kind], edgecolor=INK, linewidth=0.5, label=label)
             for kind, label in MASK_LEGEND.items()
@@ -115,29 +129,26 @@ def mask_figure(masks: Sequence[SMatMask]) -> Figure:
     return figure
 
 
-def _draw_mask(axes: Axes, mask: SMatMask) -> None:
+def _draw_mask(axes: Axes, mask: SMatMask) -> Tensor:
     from matplotlib.colors import ListedColormap
 
-    colours = ListedColormap(MASK_COLOURS)
-    codes = classify(mask).numpy()
-    axes.imshow(codes, colours, vmin=0, vmax=len(MASK_COLOURS) - 1, interpolation="none")
-    for start, stop, border in mask.segments():
-        if border > 0:
-            axes.plot([border - 0.5] * 2, [start - 0.5, stop - 0.5], color=INK, linewidth=1.1)
-            axes.plot([-0.5, border - 0.5], [start - 0.5] * 2, color=INK, linewidth=0.6)
-    ticks = sorted({0, mask.seq_len} | (set() if mask.boundary.moves else {mask.num_distant}))
-    axes.set_xticks([tick - 0.5 for tick in ticks], map(str, ticks))
-    axes.set_yticks([tick - 0.5 for tick in ticks], map(str, ticks))
+    kind, colours = classify(mask), ListedColormap(MASK_COLOURS)
+    axes.imshow(kind.numpy(), colours, vmin=0, vmax=len(MASK_COLOURS) - 1, interpolation="none")
+    for start, stop, num_distant in mask.segments():
+        if num_distant > 0:
+            corner = [-0.5, num_distant - 0.5, num_distant - 0.5]
+            axes.plot(corner, [start - 0.5, start - 0.5, stop - 0.5], color=INK, linewidth=0.9)
+    ticks = sorted({0, mask.seq_len, 0 if mask.boundary.moves else mask.num_distant})
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks([tick - 0.5 for tick in ticks], [str(tick) for tick in ticks])
     axes.set_xlabel("key j")
-    title = f"d = {mask.vc_dim}"
-    title += f", VC dimension {mask.vc_dim}" if mask.guarantees_vc_dim else ""
-    title += f", {mask.boundary.describe()}" if mask.boundary.moves else ""
-    geometry = mask.geometry
+    title = f"d = {mask.vc_dim}" + f", VC dimension {mask.vc_dim}" * mask.guarantees_vc_dim
+    title += f", {mask.boundary.describe()}" * mask.boundary.moves
+    geometry, plain = mask.geometry, mask.vc_dim == 1 or mask.num_distant == 0
     sizes = f"{geometry.num_profiles} points, {geometry.num_types} hyperplanes"
-    plain = mask.vc_dim == 1 or mask.num_distant == 0
-    axes.set_title(
-        f"{title}\n{'plain causal mask' if plain else f'q = {geometry.field_size}: {sizes}'}"
-    )
+    sizes = "plain causal mask" if plain else f"q = {geometry.field_size}: {sizes}"
+    axes.set_title(f"{title}\n{sizes}")
+    return kind
 
 
 def curves_figure(
@@ -155,47 +166,40 @@ def curves_figure(
         return None
     evaluated = points.groupby(["arm", "cell", "seed"])["accuracy"].count().max() > 1
     quantities = ["accuracy", "loss"] if evaluated else ["loss"]
-    panels = [
-        cell for cell in dict.fromkeys([*cells, *points["cell"]]) if cell in set(points["cell"])
-    ]
-    num_columns = min(3, len(panels))
-    num_lines = -(-len(panels) // num_columns) * len(quantities)
-    looks = line_looks([*arms, *points["arm"]])
+    drawn = set(points["cell"])
+    panels = [cell for cell in dict.fromkeys([*cells, *points["cell"]]) if cell in drawn]
+    looks = line_looks({**arms, **{arm: arms.get(arm, arm) for arm in points["arm"]}})
     looks = {arm: look for arm, look in looks.items() if arm in set(points["arm"])}
+    width = min(3, len(panels))
+    height = ceil(len(panels) / width)
     with _style():
-        from matplotlib.lines import Line2D
-
-        figure = _figure(3.4 * num_columns + 0.4, 1.7 * num_lines + 0.12 * len(looks) + 0.5)
-        grid = figure.subplots(num_lines, num_columns, squeeze=False, sharex=True)
-        for axes in grid.flat[len(panels) * len(quantities) :]:
-            axes.set_axis_off()
-        for number, (cell, quantity) in enumerate(product(panels, quantities)):
-            place, line = divmod(number, len(quantities))
-            axes = grid[place // num_columns * len(quantities) + line, place % num_columns]
-            _draw_curves(axes, points[points["cell"] == cell], quantity, looks)
-            if quantity == "loss":
-                _scale_losses(axes, points["loss"].dropna())
-                same = [record for record in records if record.run.cell == cell]
-                for level in {x for r in same for name, x in r.controls.items() if is_loss(name)}:
-                    axes.axhline(level, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
-            if line == 0:
-                axes.set_title(cells.get(cell, cell) or "all", loc="left", fontweight="bold")
-        handles = [Line2D([], [], label=arms.get(arm, arm), **look) for arm, look in looks.items()]
-        figure.legend(handles=handles, loc="outside upper left", ncols=num_columns)
-        figure.supxlabel("step", fontsize=9)
+        legend = 0.2 * ceil(len(looks) / width) + 0.3
+        figure = _figure(3.4 * width, (1.5 * len(quantities) + 0.4) * height + legend)
+        places = figure.subfigures(height, width, squeeze=False).flat
+        for place, cell in zip(places, panels, strict=False):
+            stack = place.subplots(len(quantities), squeeze=False, sharex=True)[:, 0]
+            for axes, quantity in zip(stack, quantities, strict=True):
+                _draw_curves(axes, points[points["cell"] == cell], quantity, looks)
+            stack[0].set_title(cells.get(cell, cell) or "all", loc="left", fontweight="bold")
+            _scale_losses(stack[-1], points["loss"].dropna())
+            same = [record for record in records if record.run.cell == cell]
+            for level in {x for r in same for name, x in r.controls.items() if is_loss(name)}:
+                stack[-1].axhline(level, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
+        lines = stack[0].get_lines()[: len(looks)]
+        figure.legend(handles=lines, loc="outside upper left", ncols=width)
     return figure
 
 
-def line_looks(arms: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Give every arm a colour and a kind of line that no other has.
+def line_looks(arms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Give every arm a kind of line and a colour that no other has.
 
-    >>> line_looks(["mamba2", "smat_d3"])["smat_d3"]
-    {'linestyle': '-', 'color': '#2a9d8f'}
+    >>> line_looks({"mamba2": "Mamba-2"})
+    {'mamba2': {'label': 'Mamba-2', 'linestyle': '-', 'color': '#4a7fb5'}}
     """
     looks = cycle(product(LINES, COLOURS))
     return {
-        arm: {"linestyle": line, "color": colour}
-        for arm, (line, colour) in zip(dict.fromkeys(arms), looks, strict=False)
+        arm: {"label": label, "linestyle": line, "color": colour}
+        for (arm, label), (line, colour) in zip(arms.items(), looks, strict=False)
     }
 
 
@@ -210,18 +214,14 @@ def _draw_curves(
 ) -> None:
     for arm, look in looks.items():
         curve = over_seeds(points[points["arm"] == arm], quantity)
-        marker = "o" if len(curve) == 1 else None
-        axes.plot(curve.index, curve["mean"], marker=marker, label=arm, **look)
+        axes.plot(curve["mean"], marker="o" if len(curve) == 1 else None, **look)
         if (curve["min"] < curve["max"]).any():
-            band = {"color": look["color"], "alpha": 0.15, "linewidth": 0}
-            axes.fill_between(curve.index, curve["min"], curve["max"], **band)
-    axes.grid(True)
-    axes.spines[["top", "right"]].set_visible(False)
+            _band(axes, curve.index, curve["min"], curve["max"], look["color"])
+    _quiet_axes(axes)
     axes.set_xlim(left=0)
+    axes.set_xlabel("step" if quantity == "loss" else "")
     if quantity == "accuracy":
-        axes.set_ylim(-4, 104)
-        axes.set_yticks([0, 50, 100])
-        axes.set_ylabel("accuracy, %")
+        axes.set(ylim=(-4, 104), yticks=[0, 50, 100], ylabel="accuracy, %")
 
 
 def _scale_losses(axes: Axes, losses: Series) -> None:
@@ -229,51 +229,9 @@ def _scale_losses(axes: Axes, losses: Series) -> None:
     low, high = losses.min(), losses.max()
     lowest = max(losses[losses > 0].min(), SMALLEST * high)
     if low >= 0 and high > LOG_FROM * lowest:
-        axes.set_yscale("log")
-        axes.set_ylim(0.9 * lowest, 1.2 * high)
+        axes.set(yscale="log", ylim=(0.9 * lowest, 1.2 * high), ylabel="loss, log scale")
     else:
-        axes.set_ylim(min(low, 0.0), high + 0.05 * abs(high))
-    axes.set_ylabel(f"loss{', log scale' * (axes.get_yscale() == 'log')}")
-
-
-def save_mask_figure(masks: Sequence[SMatMask], path: str | Path) -> Path:
-    """Draw masks side by side with one legend; the file's suffix chooses the format."""
-    return _save(mask_figure(masks), Path(path))
-
-
-def save_bench_figure(result: Mapping[str, Any], path: str | Path) -> Path:
-    """Draw the result of a benchmark; the file's suffix chooses the format."""
-    return _save(bench_figure(result), Path(path))
-
-
-def figure_svg(figure: Figure) -> str:
-    """Write a figure as SVG whose ink is dark on a light screen and light on a dark one."""
-    text = StringIO()
-    with _style():
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    svg = text.getvalue().replace(INK, "currentColor")
-    return re.sub(r"(<svg [^>]*>)", rf"\1{SCREENS}", svg, count=1)
-
-
-def _style() -> AbstractContextManager[None]:
-    return require("matplotlib", extra="cli").rc_context(STYLE)
-
-
-def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _save(figure: Figure, path: Path) -> Path:
-    if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
-        raise ValueError(
-            f"cannot tell the picture format from {path.name!r}: use .png, .svg or .pdf"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _style():
-        figure.savefig(path, facecolor="white")
-    return path
+        axes.set(ylim=(min(low, 0.0), high + 0.05 * abs(high)), ylabel="loss")
 
 
 def bench_figure(result: Mapping[str, Any]) -> Figure:
@@ -290,7 +248,7 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
         for axes, batch in zip(panels, batches, strict=True):
             same = [row for row in rows if row["batch"] == batch] if decoding else rows
             _draw_times(axes, same, "context" if decoding else "seq_len")
-            axes.set_title(f"{what}, {format_sizes(config)}, batch {batch}")
+            axes.set_title(f"{what}, {format_sizes(config)}, batch {batch}", fontsize=9)
             axes.set_xlabel("context, tokens" if decoding else "tokens T")
             axes.set_ylabel("milliseconds a token" if decoding else "milliseconds")
         handles, labels = panels[0].get_legend_handles_labels()
@@ -300,7 +258,7 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
 
 def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> None:
     """Draw a line a variant: coloured by VC dimension, dashed with gates, dotted if it moves."""
-    from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+    from matplotlib.ticker import LogLocator, NullLocator
 
     num_heads = max(row.get("heads", 1) for row in rows)
     for name in dict.fromkeys(row["name"] for row in rows):
@@ -311,41 +269,33 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
         )
         heads = first.get("heads", num_heads)
         label = name if heads == num_heads else f"{name}, {count_heads(heads)}"
-        colour = "#8d8d8d" if first["vc_dim"] is None else COLOURS[(first["vc_dim"] - 1) % 5]
-        style = LINES[bool(first.get("gated")) + 2 * (first.get("window_step") is not None)]
-        axes.plot(x, middle, style, color=colour, marker="o", label=label)
-        axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        colour = GREY if first["vc_dim"] is None else COLOURS[(first["vc_dim"] - 1) % 5]
+        line = LINES[bool(first.get("gated")) + 2 * (first.get("window_step") is not None)]
+        axes.plot(x, middle, line, color=colour, marker="o", label=label)
+        _band(axes, x, low, high, colour)
+    _quiet_axes(axes)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({row[length] for row in rows})
-    axes.set_xticks(lengths, [format_length(tokens) for tokens in lengths])
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(lengths, [f"{x // 1024}K" if x % 1024 == 0 else str(x) for x in lengths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter("{x:g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_minor_locator(NullLocator())
+
+
+def _band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:
+    axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+
+
+def _quiet_axes(axes: Axes) -> None:
     axes.grid(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def format_sizes(config: Mapping[str, Any]) -> str:
-    """Write the sizes of a problem on one line."""
-    heads, key_dim, value_dim = (config[name] for name in ("heads", "key_dim", "value_dim"))
-    return f"{count_heads(heads)}, K = {key_dim}, V = {value_dim}, {config['dtype']}"
+def _style() -> AbstractContextManager[None]:
+    return require("matplotlib", extra="cli").rc_context(STYLE)
 
 
-def count_heads(heads: int) -> str:
-    """Write a number of heads.
-
-    >>> count_heads(1), count_heads(4)
-    ('1 head', '4 heads')
-    """
-    return f"{heads} head{'s' * (heads != 1)}"
-
-
-def format_length(tokens: int) -> str:
-    """Write a length in units of 1024 where it is a multiple.
-
-    >>> [format_length(tokens) for tokens in (1000, 1024, 262144)]
-    ['1000', '1K', '256K']
-    """
-    return f"{tokens // 1024}K" if tokens % 1024 == 0 else str(tokens)
+def _figure(width: float, height: float) -> Figure:
+    return require("matplotlib.figure", extra="cli").Figure((width, height), layout="constrained")

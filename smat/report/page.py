@@ -6,67 +6,43 @@ import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from inspect import cleandoc
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
 from smat.experiments.registry import EXPERIMENTS
 from smat.experiments.run import Experiment
 from smat.extras import require
-from smat.report.experiment_tables import (
-    ResultTable,
-    Table,
-    arm_labels,
-    load_table,
-    paper_table,
-    result_table,
-)
-from smat.report.figures import curves_figure, example_masks, figure_svg, mask_figure
-from smat.report.published import (
-    PaperTable,
-    Published,
-    detail_tables,
-    heading_of,
-    load_published,
-    not_reproduced,
-    notes_of,
-    reproduced_tables,
-)
-from smat.report.records import Record, facts_of, format_minutes, load_records, stale_note
-from smat.report.text_tables import escape_markdown, format_markdown
+from smat.report import experiment_tables as tables
+from smat.report import figures, published, records, text_tables
+from smat.report.published import PaperTable, Published
+from smat.report.records import Record
 from smat.training.files import write_atomically
 
-if TYPE_CHECKING:
-    from jinja2 import Environment
-
 FIGURES = "report-figures"
-OWN_CELLS = "The reduced runs have other cells than the paper's table: no number is comparable."
 
 
 @dataclass(frozen=True)
 class PresetTable:
-    """The table of one preset; `about` says what it reduces, and where the paper has the table."""
+    """The table of one preset, how many of its runs are done, and how many are out of date."""
 
     preset: str
-    about: str
-    table: ResultTable
-    loads: Table | None
+    table: tables.ResultTable
+    loads: tables.Table | None
     progress: str
-    note: str
+    stale: str
     picture: str  # the file name of its learning curves
 
 
 @dataclass(frozen=True)
 class Section:
-    """One experiment: its tables, presets without a single run, and what else the paper says."""
+    """One experiment: its task, its tables, and what the paper has about it."""
 
     experiment: Experiment
     task: str
-    choices: str
     tables: Sequence[PresetTable]
     not_run: Sequence[str]
+    sources: Sequence[str]
     details: Sequence[PaperTable]
 
 
@@ -84,51 +60,30 @@ def write_report(out: Path, roots: Sequence[Path]) -> Path:
 
     Returns the path of the page. Where two roots hold the same run, the first root's counts.
     """
-    return save_report(out, content_of(EXPERIMENTS, load_records(roots), load_published()))
+    found = records.load_records(roots)
+    return save_report(out, content_of(EXPERIMENTS, found, published.load_published()))
 
 
 def content_of(
-    experiments: Mapping[str, Experiment], records: Sequence[Record], published: Published
+    experiments: Mapping[str, Experiment], found: Sequence[Record], paper: Published
 ) -> Content:
     """Arrange everything that is known as sections, in the order of the experiments."""
-    known = [record for record in records if record.run.experiment in experiments]
-    sections = [_section(experiment, known, published) for experiment in experiments.values()]
-    return Content(known, sections, not_reproduced(experiments, published))
+    known = [record for record in found if record.run.experiment in experiments]
+    sections = [_section(experiment, known, paper) for experiment in experiments.values()]
+    return Content(known, sections, published.not_reproduced(experiments, paper))
 
 
 def save_report(out: Path, content: Content) -> Path:
     """Write a report's page, its Markdown and the pictures that the Markdown shows."""
-    drawn = {"masks.svg": mask_figure(example_masks())}
+    drawn = {"masks.svg": figures.mask_figure(figures.example_masks())}
     for section in content.sections:
-        arms = arm_labels(section.experiment)
+        arms = section.experiment.arms
         for shown in section.tables:
-            figure = curves_figure(shown.table.records, arms, shown.table.columns)
+            figure = figures.curves_figure(shown.table.records, arms, shown.table.cells)
             drawn |= {shown.picture: figure} if figure else {}
-    pictures = {name: figure_svg(figure) for name, figure in drawn.items()}
-    written = {f"{FIGURES}/{name}": svg for name, svg in pictures.items()}
-    for name in ("report.md", "report.html"):
-        template = _templates().get_template(f"{name}.jinja")
-        text = template.render(content=content, pictures=pictures, folder=FIGURES)
-        written[name] = re.sub(r"\n{3,}", "\n\n", text)
-    for name, text in written.items():
-        write_atomically(Path(out) / name, text.encode())
-    return Path(out) / "report.html"
-
-
-def prose(text: str) -> str:
-    """Write paragraphs, lists and `code` of a docstring as HTML.
-
-    >>> print(prose("One `x`.\\n\\n- a\\n- b < c").strip())
-    <p>One <code>x</code>.</p>
-    <ul>
-    <li>a</li>
-    <li>b &lt; c</li>
-    </ul>
-    """
-    return MarkdownIt("zero").enable(["list", "backticks"]).render(text)
-
-
-def _templates() -> Environment:
+    pictures = {name: figures.figure_svg(figure) for name, figure in drawn.items()}
+    for name, svg in pictures.items():
+        write_atomically(out / FIGURES / name, svg.encode())
     jinja2 = require("jinja2", extra="cli")
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("smat.report"),
@@ -137,21 +92,34 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    used = (facts_of, format_minutes, heading_of, notes_of, paper_table, prose, format_markdown)
-    templates.globals.update({function.__name__: function for function in used})
-    templates.filters["md"] = escape_markdown
+    templates.globals.update(tables=tables, records=records, text_tables=text_tables, prose=prose)
+    templates.filters["md"] = text_tables.escape_markdown
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
-    return templates
+    for name in ("report.md", "report.html"):
+        template = templates.get_template(f"{name}.jinja")
+        text = template.render(content=content, pictures=pictures, folder=FIGURES)
+        write_atomically(out / name, re.sub(r"\n{3,}", "\n\n", text).encode())
+    return out / "report.html"
 
 
-def _section(experiment: Experiment, records: Sequence[Record], published: Published) -> Section:
+def prose(text: str) -> str:
+    """Write paragraphs, lists and `code` of a docstring as HTML.
+
+    >>> prose("One `x`.")
+    '<p>One <code>x</code>.</p>\\n'
+    """
+    return MarkdownIt("zero").enable(["list", "backticks"]).render(text)
+
+
+def _section(experiment: Experiment, found: Sequence[Record], paper: Published) -> Section:
     """Show the presets that have records, and one that the paper's numbers stand beside."""
     presets = list(experiment.presets)
-    ran = sorted({r.run.preset for r in records if r.run.experiment == experiment.name})
-    tables = [_preset_table(experiment, preset, records, published) for preset in ran]
-    if not any(table.table.has_paper for table in tables) and presets[-1] not in ran:
-        tables.append(_preset_table(experiment, presets[-1], records, published))
-    most = max(table.table.num_filled for table in tables)
+    ran = sorted({r.run.preset for r in found if r.run.experiment == experiment.name})
+    shown = [_preset_table(experiment, preset, found, paper) for preset in ran]
+    compared = any(tables.PAPER in set(table.table.numbers["kind"]) for table in shown)
+    if not compared and presets[-1] not in ran:
+        shown.append(_preset_table(experiment, presets[-1], found, paper))
+    most = max(table.table.num_filled for table in shown)
 
     def rank(table: PresetTable) -> tuple[bool, int]:
         # The largest settings first; but a single run at the paper's settings must not push a
@@ -159,38 +127,31 @@ def _section(experiment: Experiment, records: Sequence[Record], published: Publi
         place = presets.index(table.preset) if table.preset in presets else -1
         return 2 * table.table.num_filled < most, -place
 
-    tables.sort(key=rank)
-    shown = [table.preset for table in tables]
-    runs = experiment.runs(shown[0] if shown[0] in presets else presets[-1], None)
+    shown.sort(key=rank)
+    first = shown[0].preset if shown[0].preset in presets else presets[-1]
+    runs = experiment.runs(first, None)
     return Section(
         experiment,
-        runs[-1].task.describe() if runs else "",  # the hardest cell
-        cleandoc(experiment.describe),
-        tables,
-        [preset for preset in presets if preset not in shown],
-        detail_tables(experiment, published),
+        runs[-1].task.describe() if runs else "",  # of the hardest cell
+        shown,
+        [preset for preset in presets if preset not in {table.preset for table in shown}],
+        [table["source"] for table in published.reproduced_tables(experiment, paper)],
+        published.detail_tables(experiment, paper),
     )
 
 
 def _preset_table(
-    experiment: Experiment, preset: str, records: Sequence[Record], published: Published
+    experiment: Experiment, preset: str, found: Sequence[Record], paper: Published
 ) -> PresetTable:
-    table = result_table(experiment, preset, records, published)
-    sources = "; ".join(paper["source"] for paper in reproduced_tables(experiment, published))
-    sentences = [
-        experiment.presets.get(preset, "").rstrip(". "),
-        f"The paper: {sources}" * bool(sources),
-    ]
+    table = tables.result_table(experiment, preset, found, paper)
     keys = {record.key for record in table.records}
     runs = experiment.runs(preset, None) if preset in experiment.presets else []
     done = f"{sum(run.key in keys for run in runs)} of {len(runs)}"
-    notes = [OWN_CELLS * table.own_cells, stale_note(table.records, experiment, preset)]
     return PresetTable(
         preset,
-        " ".join(f"{text[0].upper()}{text[1:]}." for text in sentences if text),
         table,
-        load_table(experiment, preset, records),
+        tables.load_table(experiment, preset, found),
         done if runs else f"{len(table.records)} runs",
-        " ".join(filter(None, notes)),
+        records.stale_note(table.records, experiment, preset),
         re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-curves") + ".svg",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -53,26 +53,6 @@ def not_reproduced(experiments: Mapping[str, Experiment], published: Published) 
     return {key: table for key, table in published.items() if key not in known}
 
 
-def heading_of(table: PaperTable) -> str:
-    """Say which table it is, and in which unit.
-
-    >>> heading_of({"source": "Table 7", "unit": "bits per byte"})
-    'Table 7, bits per byte'
-    """
-    unit = table.get("unit", "")
-    return table["source"] if unit in ("", ROW_UNITS) else f"{table['source']}, {unit}"
-
-
-def notes_of(table: PaperTable) -> list[str]:
-    """List what the paper remarks on single cells."""
-    notes = []
-    for place, note in table.get("notes", {}).items():
-        arm, _, cell = place.partition("/")
-        names = [table["rows"].get(arm, arm)] + [table["columns"].get(cell, cell)] * bool(cell)
-        notes.append(f"{', '.join(names)}: {note}")
-    return notes
-
-
 def text_at(table: PaperTable, arm: str, cell: str) -> str:
     """Write a cell as the paper prints it: words, or a mean and its deviation if it has one.
 
@@ -88,21 +68,14 @@ def text_at(table: PaperTable, arm: str, cell: str) -> str:
         return NOTHING if words == "-" else words
     by_row = table.get("unit") == ROW_UNITS
     near = [(arm, x) for x in table["columns"]] if by_row else [(x, cell) for x in table["rows"]]
-    decimals = max(_decimals(number) for place in near for number in pair_at(table, *place))
-    numbers = [number for number in pair_at(table, arm, cell) if number is not None]
-    return " ± ".join(_number(number, decimals) for number in numbers) or NOTHING
+    decimals = max(_decimals(number) for place in near for number in _pair(table, *place))
+    numbers = [number for number in _pair(table, arm, cell) if number is not None]
+    texts = [f"{x:.{decimals}f}" if _decimals(x) else repr(x) for x in numbers]
+    return " ± ".join(texts) or NOTHING
 
 
-def pair_at(table: PaperTable, arm: str, cell: str) -> tuple[float | None, float | None]:
-    """Return the mean and the deviation that the paper has in a cell."""
-    mean, std = table["values"].get(arm, {}).get(cell) or (None, None)
-    return mean, std
-
-
-def _number(number: float, decimals: int) -> str:
-    if isinstance(number, int) or "e" in repr(number):
-        return repr(number)
-    return f"{number:.{decimals}f}"
+def _pair(table: PaperTable, arm: str, cell: str) -> Sequence[float | None]:
+    return table["values"].get(arm, {}).get(cell) or (None, None)
 
 
 def _decimals(number: float | None) -> int:

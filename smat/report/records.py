@@ -1,4 +1,4 @@
-"""Read the records of finished runs, and say what a set of runs took."""
+"""Read the records of finished runs, and write what they say: times, counts, means."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from math import isnan
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
@@ -19,12 +19,10 @@ class RecordWarning(UserWarning):
     """A JSON file among the records is not a record of a run."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True)
-
-
-class RunName(_Strict):
+class RunName(BaseModel):
     """Which run it was."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
 
     experiment: str
     preset: str
@@ -33,31 +31,24 @@ class RunName(_Strict):
     seed: int
 
 
-class Hardware(_Strict):
-    """Where it ran."""
+class Record(BaseModel):
+    """What a finished run left; a point of its curve is a step, a loss and an accuracy."""
 
-    cpu: str | None = None
-    cores: int | None = None
-    torch: str | None = None
-    device: str | None = None
-
-
-class Record(_Strict):
-    """What a finished run left; `curve` holds a step, the loss and the accuracy in each point."""
+    model_config = ConfigDict(strict=True, frozen=True)
 
     version: Literal[1]
     run: RunName
     accuracy: FiniteFloat
     loss: FiniteFloat
     minutes: FiniteFloat
-    key: str | None = None
+    key: str = ""
     by_cell: dict[str, FiniteFloat] = {}
     controls: dict[str, FiniteFloat] = {}
     curve: list[tuple[FiniteFloat, FiniteFloat | None, FiniteFloat | None]] = []
     parameters: int | None = None
-    hardware: Hardware = Hardware()
+    hardware: dict[str, Any] = {}
     commit: str | None = None
-    finished: str | None = None
+    finished: str = ""
 
 
 def load_records(roots: Iterable[str | Path]) -> list[Record]:
@@ -73,21 +64,17 @@ def load_records(roots: Iterable[str | Path]) -> list[Record]:
     for path in (path for root in roots for path in _files(Path(root))):
         try:
             record = Record.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            problem = error.errors()[0]
-            where = ".".join(map(str, problem["loc"]))
-            warnings.warn(f"skipped {path}: {where} {problem['msg']}", RecordWarning, stacklevel=2)
-        except OSError as error:
-            warnings.warn(f"skipped {path}: {error}", RecordWarning, stacklevel=2)
+        except (OSError, ValidationError) as error:
+            problem = " ".join(str(error).split())
+            warnings.warn(f"skipped {path}: {problem}", RecordWarning, stacklevel=2)
         else:
             found.setdefault(record.run, record)
     return list(found.values())
 
 
 def _files(root: Path) -> Iterator[Path]:
-    if (root / "records").is_dir():
-        root = root / "records"
-    for path in sorted(root.rglob("*.json")):
+    folder = root / "records" if (root / "records").is_dir() else root
+    for path in sorted(folder.rglob("*.json")):
         if path.relative_to(root).parts[0] != "runs":  # unfinished work
             yield path
 
@@ -109,7 +96,7 @@ def stale_note(records: Sequence[Record], experiment: Experiment, preset: str) -
 
 
 def facts_of(records: Sequence[Record]) -> dict[str, str]:
-    """Say how many runs there are, how long they took, where, and of which commit.
+    """Say how many runs there are, how long they took, where, and of which commits.
 
     >>> run = {"experiment": "mqar", "preset": "quick", "arm": "a", "cell": "c", "seed": 0}
     >>> record = Record(version=1, run=run, accuracy=9, loss=1, minutes=90, commit="0123456789ab+",
@@ -128,34 +115,26 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
         least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
         extremes = f" ({least} to {most})" if least != most else ""
         took += f", {format_minutes(fmean(minutes))} a run{extremes}"
-    commits = _once(
-        f"{(r.commit or '')[:10]}{'+' * (r.commit or '').endswith('+')}" for r in records
-    )
-    shown = (
-        commits
-        if len(commits) <= 4
-        else [*commits[:2], f"{commits[2]} and {len(commits) - 3} more"]
-    )
-    days = sorted(_once((record.finished or "")[:10] for record in records))
+    full = dict.fromkeys(record.commit for record in records if record.commit)
+    commits = list(dict.fromkeys(name[:10] + "+" * name.endswith("+") for name in full))
+    if len(commits) > 4:
+        commits = [*commits[:2], f"{commits[2]} and {len(commits) - 3} more"]
+    days = sorted({record.finished[:10] for record in records if record.finished})
     facts = {
         "runs": str(len(records)),
         "time": took,
-        "machine": "; ".join(_once(_format_hardware(record.hardware) for record in records)),
-        "commit": ", ".join(shown),
-        "finished": " to ".join(days if len(days) < 3 else [days[0], days[-1]]),
+        "machine": "; ".join(dict.fromkeys(_machine(record.hardware) for record in records)),
+        "commit": ", ".join(commits),
+        "finished": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])),
     }
     return {name: text for name, text in facts.items() if text}
 
 
-def _once(texts: Iterable[str]) -> list[str]:
-    return [text for text in dict.fromkeys(texts) if text]
-
-
-def _format_hardware(hardware: Hardware) -> str:
-    cores = f"{hardware.cores} core{'s' * (hardware.cores != 1)}" if hardware.cores else ""
-    torch = f"torch {hardware.torch}" if hardware.torch else ""
-    device = "" if hardware.device in (None, "cpu") else hardware.device
-    return ", ".join(filter(None, [hardware.cpu, cores, torch, device]))
+def _machine(hardware: dict[str, Any]) -> str:
+    cores, torch, device = (hardware.get(name) for name in ("cores", "torch", "device"))
+    texts = [hardware.get("cpu"), cores and f"{cores} core{'s' * (cores != 1)}"]
+    texts += [torch and f"torch {torch}", device if device != "cpu" else None]
+    return ", ".join(filter(None, texts))
 
 
 def format_minutes(minutes: float) -> str:
@@ -170,7 +149,7 @@ def format_minutes(minutes: float) -> str:
     return f"{number:.{int(number < 10)}f} {unit}"
 
 
-def format_count(count: float) -> str:
+def format_count(count: int) -> str:
     """Write a count in thousands or millions.
 
     >>> [format_count(count) for count in (640, 8123, 58088, 26_900_000)]
@@ -178,17 +157,12 @@ def format_count(count: float) -> str:
     """
     for limit, unit in ((1_000_000, "M"), (1000, "K")):
         if count >= 0.9995 * limit:
-            number = count / limit
-            return f"{number:.{int(number < 9.95)}f} {unit}"
+            return f"{count / limit:.{int(count < 9.95 * limit)}f} {unit}"
     return str(count)
 
 
 def is_loss(name: str) -> bool:
-    """Tell a control that is a loss from one that is an accuracy in per cent, by its name.
-
-    >>> is_loss("constant predictor, nats"), is_loss("certified ceiling")
-    (True, False)
-    """
+    """Tell a control that is a loss from one that is an accuracy in per cent, by its name."""
     return any(word in name.lower() for word in ("loss", "nats"))
 
 
@@ -201,11 +175,7 @@ def format_value(mean: float, std: float | None = None, decimals: int = 1) -> st
     What is rounded are the digits that Python prints: the 46.55 of a paper becomes 46.6, although
     the nearest binary fraction lies below it.
     """
-    texts = []
-    for number in (mean, std):
-        if number is not None and not isnan(number):
-            digits = Decimal(repr(float(number))).quantize(
-                Decimal(1).scaleb(-decimals), ROUND_HALF_UP
-            )
-            texts.append(f"{digits if digits else abs(digits):f}")
-    return " ± ".join(texts)
+    unit = Decimal(1).scaleb(-decimals)
+    numbers = [number for number in (mean, std) if number is not None and not isnan(number)]
+    digits = [Decimal(repr(float(number))).quantize(unit, ROUND_HALF_UP) for number in numbers]
+    return " ± ".join(f"{number if number else abs(number):f}" for number in digits)

@@ -13,14 +13,12 @@ from rich.table import Table as TerminalTable
 from smat.experiments.registry import find_experiment
 from smat.experiments.run import Experiment
 from smat.report.experiment_tables import OURS, Table, result_table
-from smat.report.published import Published, load_published
+from smat.report.published import load_published
 from smat.report.records import Record, facts_of, load_records, stale_note
 
 BELOW = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
 MARKED = re.compile(
-    r"(?P<open><!-- table: (?P<name>[\w-]+) (?P<preset>\w+) -->\n)"
-    r"(?P<old>.*?)"
-    r"(?P<close><!-- end of table -->)",
+    r"(<!-- table: (?P<name>[\w-]+) (?P<preset>\w+) -->\n).*?(<!-- end of table -->)",
     re.DOTALL,
 )
 
@@ -46,14 +44,13 @@ def escape_markdown(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def refresh(text: str, records: Iterable[Record], published: Published | None = None) -> str:
+def refresh(text: str, records: Sequence[Record]) -> str:
     """Write every marked table of a Markdown text anew, from records.
 
     >>> refresh("No table here.", [])
     'No table here.'
     """
-    records = list(records)
-    known = load_published() if published is None else published
+    published = load_published()
 
     def table(match: re.Match[str]) -> str:
         name, preset = match["name"], match["preset"]
@@ -61,8 +58,8 @@ def refresh(text: str, records: Iterable[Record], published: Published | None = 
         if preset not in experiment.presets:
             presets = ", ".join(experiment.presets)
             raise ValueError(f"{name} has no preset {preset!r}; it has {presets}")
-        made = format_markdown(result_table(experiment, preset, records, known))
-        return f"{match['open']}{made}{match['close']}"
+        made = format_markdown(result_table(experiment, preset, records, published))
+        return f"{match[1]}{made}{match[4]}"
 
     return MARKED.sub(table, text)
 
@@ -85,16 +82,11 @@ def print_table(
     shown.add_column("", no_wrap=True)
     for heading in table.headings.values():
         shown.add_column(escape(heading), justify="right", no_wrap=True)
-    last = None
     for (arm, kind, label), texts in table.text.iterrows():
-        if last not in (None, arm):
-            shown.add_section()
-        last = arm
         label = label if kind == OURS or not arm else f"  {label}"
         shown.add_row(*map(escape, [label, *texts]), style="" if kind == OURS else "dim")
     console.print(shown)
     for name, text in facts_of(table.records).items():
         console.print(f"[dim]{name:>9}[/]  {escape(text)}", highlight=False)
     note = stale_note(table.records, experiment, preset)
-    if note:
-        console.print(f"[yellow]{escape(note)}[/]", highlight=False)
+    console.print(f"[yellow]{escape(note)}[/]" if note else "", highlight=False)
