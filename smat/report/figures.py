@@ -171,22 +171,24 @@ def curves_figure(
     looks = line_looks({**arms, **{arm: arms.get(arm, arm) for arm in points["arm"]}})
     looks = {arm: look for arm, look in looks.items() if arm in set(points["arm"])}
     width = min(3, len(panels))
-    height = ceil(len(panels) / width)
+    height, legend_height = ceil(len(panels) / width), 0.2 * ceil(len(looks) / width) + 0.3
     with _style():
-        legend = 0.2 * ceil(len(looks) / width) + 0.3
-        figure = _figure(3.4 * width, (1.5 * len(quantities) + 0.4) * height + legend)
+        figure = _figure(3.4 * width, (1.5 * len(quantities) + 0.4) * height + legend_height)
         places = figure.subfigures(height, width, squeeze=False).flat
         for place, cell in zip(places, panels, strict=False):
             stack = place.subplots(len(quantities), squeeze=False, sharex=True)[:, 0]
             for axes, quantity in zip(stack, quantities, strict=True):
                 _draw_curves(axes, points[points["cell"] == cell], quantity, looks)
-            stack[0].set_title(cells.get(cell, cell) or "all", loc="left", fontweight="bold")
+            title = cells.get(cell, cell) or "all"
+            stack[0].set_title(title, loc="left", weight="bold", parse_math=False)
             _scale_losses(stack[-1], points["loss"].dropna())
             same = [record for record in records if record.run.cell == cell]
             for level in {x for r in same for name, x in r.controls.items() if is_loss(name)}:
                 stack[-1].axhline(level, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
         lines = stack[0].get_lines()[: len(looks)]
-        figure.legend(handles=lines, loc="outside upper left", ncols=width)
+        legend = figure.legend(handles=lines, loc="outside upper left", ncols=width)
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a label is no formula
     return figure
 
 

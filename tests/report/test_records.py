@@ -1,10 +1,9 @@
 """Records are read wherever they lie; what is not a record is named and skipped."""
 
 import json
+from typing import get_args
 
 import pytest
-
-from typing import get_args
 
 from smat.experiments.records import VERSION
 from smat.report.records import Record, RecordWarning, facts_of, load_records, select, stale_note
@@ -12,9 +11,7 @@ from tests.report.experiments_case import EXPERIMENT, make_record, plain_record,
 
 
 def accuracies(roots):
-    return {
-        (record.run.arm, record.run.seed): record.accuracy for record in load_records(roots)
-    }
+    return {(record.run.arm, record.run.seed): record.accuracy for record in load_records(roots)}
 
 
 def test_own_records_come_before_those_of_the_repository(tmp_path):
@@ -90,19 +87,22 @@ def test_records_are_selected_by_experiment_and_preset():
 
 
 def test_records_of_settings_that_have_changed_since_are_known():
-    fresh, old = make_record("softmax", "k=1", 7, 50.0), make_record("smat_d2", "k=1", 8, 5.0, key="")
+    fresh, old = (
+        make_record("softmax", "k=1", 7, 50.0),
+        make_record("smat_d2", "k=1", 8, 5.0, key=""),
+    )
     assert stale_note([fresh, old], EXPERIMENT, "paper").startswith("1 of the 2 runs were made")
     assert stale_note([fresh], EXPERIMENT, "paper") == ""
     assert stale_note([fresh, old], EXPERIMENT, "no longer a preset") == ""
 
 
 def test_facts_tell_machines_times_commits_and_days():
-    records = [
-        make_record("softmax", "k=1", seed, 5.0, minutes=minutes, commit=commit, finished=day)
-        for seed, (minutes, commit, day) in enumerate(
-            [(3, "a" * 40, "2026-11-16T"), (6, "b" * 40 + "+", "2026-11-18T"), (9, None, "2026-11-17T")]
-        )
+    told = [
+        {"minutes": 3, "commit": "a" * 40, "finished": "2026-11-16T01:02:03+00:00"},
+        {"minutes": 6, "commit": "b" * 40 + "+", "finished": "2026-11-18T01:02:03+00:00"},
+        {"minutes": 9, "commit": None, "finished": "2026-11-17T01:02:03+00:00"},
     ]
+    records = [make_record("softmax", "k=1", seed, 5.0, **x) for seed, x in enumerate(told)]
     assert facts_of(records) == {
         "runs": "3",
         "time": "18 min in all, 6.0 min a run (3.0 min to 9.0 min)",
