@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table as TerminalTable
+from rich.markdown import Markdown
 
 from smat.experiments.registry import find_experiment
 from smat.experiments.run import Experiment
@@ -76,17 +75,8 @@ def print_table(
 ) -> None:
     """Print the table of one preset, and what it took, on a terminal."""
     table = result_table(experiment, preset, load_records(roots), load_published())
-    reduced = experiment.presets.get(preset)
-    title = f"{experiment.title}, preset {preset}" + (f": {reduced}" if reduced else "")
-    shown = TerminalTable(title=escape(title), title_justify="left", header_style="bold")
-    shown.add_column("", no_wrap=True)
-    for heading in table.headings.values():
-        shown.add_column(escape(heading), justify="right", no_wrap=True)
-    for (arm, kind, label), texts in table.text.iterrows():
-        label = label if kind == OURS or not arm else f"  {label}"
-        shown.add_row(*map(escape, [label, *texts]), style="" if kind == OURS else "dim")
-    console.print(shown)
-    for name, text in facts_of(table.records).items():
-        console.print(f"[dim]{name:>9}[/]  {escape(text)}", highlight=False)
-    note = stale_note(table.records, experiment, preset)
-    console.print(f"[yellow]{escape(note)}[/]" if note else "", highlight=False)
+    title = f"{experiment.title}, preset {preset}: {experiment.presets.get(preset, '')}"
+    facts = [f"{name}: {text}" for name, text in facts_of(table.records).items()]
+    notes = filter(None, [*facts, stale_note(table.records, experiment, preset)])
+    told = "".join(f"- {escape_markdown(note)}\n" for note in notes)
+    console.print(Markdown(f"**{escape_markdown(title)}**\n\n{format_markdown(table)}\n{told}"))
