@@ -92,7 +92,8 @@ def _table(title: str, rows: Sequence[Row], sections_by: Sequence[str] = ()) -> 
     columns = [name for name in HEADINGS if any(row.get(name) is not None for row in flat)]
     table = Table(title=title, title_justify="left", header_style="bold")
     for name in columns:
-        table.add_column(HEADINGS[name], justify="right", no_wrap=True)
+        words = any(isinstance(row.get(name), str) for row in flat)
+        table.add_column(HEADINGS[name], justify="left" if words else "right", no_wrap=True)
     for number, row in enumerate(flat):
         if number and any(row[name] != flat[number - 1][name] for name in sections_by):
             table.add_section()
@@ -104,14 +105,14 @@ def _text(name: str, value: str | float | None) -> str:
     """Write a field: sizes with their unit, times in milliseconds, three digits that matter.
 
     >>> _text("cache_bytes", 4224), _text("median", 0.0123), _text("error", 1.5e-7)
-    ('4.2 kB', '12.3', '1.5e-07')
+    ('4.2 kB', '12.3', '1.50e-07')
     """
     if value is None or isinstance(value, str):
         return value or "-"
     if name.endswith("bytes"):
         return format_bytes(value)
     value *= 1e3 if name in MILLISECONDS else 1
-    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:#.3g}"
 
 
 def format_sizes(config: Mapping[str, Any]) -> str:

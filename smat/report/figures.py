@@ -45,10 +45,7 @@ STYLE = {
     "lines.linewidth": 1.3, "lines.markersize": 3.5, "savefig.dpi": 150,
     "svg.fonttype": "none", "svg.hashsalt": "smat",
 }  # fmt: skip
-INK_OF_SCREENS = (
-    f"<style>svg {{ color: {INK}; }}"
-    "@media (prefers-color-scheme: dark) { svg { color: #e7e9ef; } }</style>"
-)
+DARK = "@media (prefers-color-scheme: dark) { svg { color: #e7e9ef; } }"
 LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic scale
 SMALLEST = 1e-4  # of the largest loss: what is smaller lies on the lower edge
 
@@ -69,7 +66,8 @@ def figure_svg(figure: Figure) -> str:
     with _style():
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue().replace(INK, "currentColor")
-    return re.sub(r"<svg [^>]*>", rf"\g<0>{INK_OF_SCREENS}", svg, count=1)
+    style = f"<style>svg {{ color: {INK}; }} {DARK}</style>"
+    return re.sub(r"<svg [^>]*>", rf"\g<0>{style}", svg, count=1)
 
 
 def classify(mask: SMatMask) -> Tensor:
@@ -253,8 +251,7 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
             axes.set_title(f"{what}, {format_sizes(config)}, batch {batch}", fontsize=9)
             axes.set_xlabel("context, tokens" if decoding else "tokens T")
             axes.set_ylabel("milliseconds a token" if decoding else "milliseconds")
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside right upper")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return figure
 
 

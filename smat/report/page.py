@@ -7,6 +7,7 @@ from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
@@ -18,6 +19,9 @@ from smat.report import figures, published, records, text_tables
 from smat.report.published import PaperTable, Published
 from smat.report.records import Record
 from smat.training.files import write_atomically
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 FIGURES = "report-figures"
 
@@ -75,15 +79,25 @@ def content_of(
 
 def save_report(out: Path, content: Content) -> Path:
     """Write a report's page, its Markdown and the pictures that the Markdown shows."""
+    templates = _templates()
     drawn = {"masks.svg": figures.mask_figure(figures.example_masks())}
     for section in content.sections:
-        arms = section.experiment.arms
         for shown in section.tables:
-            figure = figures.curves_figure(shown.table.records, arms, shown.table.cells)
+            figure = figures.curves_figure(
+                shown.table.records, section.experiment.arms, shown.table.cells
+            )
             drawn |= {shown.picture: figure} if figure else {}
     pictures = {name: figures.figure_svg(figure) for name, figure in drawn.items()}
     for name, svg in pictures.items():
         write_atomically(out / FIGURES / name, svg.encode())
+    for name in ("report.md", "report.html"):
+        template = templates.get_template(f"{name}.jinja")
+        text = template.render(content=content, pictures=pictures, folder=FIGURES)
+        write_atomically(out / name, re.sub(r"\n{3,}", "\n\n", text).rstrip().encode() + b"\n")
+    return out / "report.html"
+
+
+def _templates() -> Environment:
     jinja2 = require("jinja2", extra="cli")
     templates = jinja2.Environment(
         loader=jinja2.PackageLoader("smat.report"),
@@ -95,11 +109,7 @@ def save_report(out: Path, content: Content) -> Path:
     templates.globals.update(tables=tables, records=records, text_tables=text_tables, prose=prose)
     templates.filters["md"] = text_tables.escape_markdown
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
-    for name in ("report.md", "report.html"):
-        template = templates.get_template(f"{name}.jinja")
-        text = template.render(content=content, pictures=pictures, folder=FIGURES)
-        write_atomically(out / name, re.sub(r"\n{3,}", "\n\n", text).encode())
-    return out / "report.html"
+    return templates
 
 
 def prose(text: str) -> str:
