@@ -67,6 +67,7 @@ def test_the_page_has_every_table_and_what_was_run(page):
         "Softmax", "paper", ARMS["smat_d2"], "paper", "SMat (d = 3)", "An oracle, paper only",
         "ceiling", "plateau loss",
     ]  # fmt: skip
+    assert "9 of 18 cells are filled." in squeeze("".join(page.words))
     assert [row[0] for row in elsewhere[1:]] == ["No branch", "Kept"]
     assert len(quick[0]) == len(paper[0]) == 1 + len(CELLS) + 3
 
