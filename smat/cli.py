@@ -18,8 +18,8 @@ from rich.table import Table
 from smat.masks import boundary as schedules
 from smat.masks.boundary import BoundarySchedule
 from smat.masks.mask import SMatMask, SMatWarning
+from smat.report.figures import mask_figure, save_figure
 from smat.report.geometry_table import CacheShape, GeometryRow, format_bytes, geometry_row
-from smat.report.mask_figure import save_mask_figure
 
 app = typer.Typer(
     help="SMat-Attention: causal masks of a chosen VC dimension, in linear time.",
@@ -110,7 +110,7 @@ def mask(
             SMatMask(seq_len, d, chunk_size=chunk_size, field_size=field_size, boundary=schedule)
             for d in vc_dim or [3]
         ]
-    path = save_mask_figure(masks, out)
+    path = save_figure(mask_figure(masks), out)
     for drawn in masks:
         note = "" if drawn.guarantees_vc_dim else f"; VC = {drawn.vc_dim} is not guaranteed"
         typer.echo(f"{drawn.describe()}{note}")

@@ -75,6 +75,8 @@ def test_import_loads_no_optional_package():
         ("typer", ["geometry", "--seq-len", "64"]),
         ("rich", ["geometry", "--seq-len", "64"]),
         ("matplotlib", ["mask", "--seq-len", "64", "--out", "never-written.png"]),
+        ("pandas", ["report", "--out", "never-written"]),
+        ("jinja2", ["report", "--out", "never-written"]),
     ],
 )
 def test_a_missing_extra_is_one_line_that_names_it(hidden, arguments):

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from smat.bench import config as configs
 from smat.report import bench_table
-from smat.report.bench_figure import save_bench_figure
+from smat.report.figures import bench_figure, save_figure
 
 app = typer.Typer(
     help="Time the library: everything is checked first, and compared within one process.",
@@ -201,4 +201,4 @@ def _write(record: Record, json_out: Path | None, figure_out: Path | None, draws
     typer.echo(f"Written to {path}")
     if draws:
         picture = OUT / f"bench_{name}.png" if figure_out is None else figure_out
-        typer.echo(f"Drawn into {save_bench_figure(record, picture)}")
+        typer.echo(f"Drawn into {save_figure(bench_figure(record), picture)}")

@@ -165,11 +165,11 @@ def report(
 ) -> None:
     """Write one HTML page and Markdown: every table beside the paper's."""
     if tables is not None:
-        from smat.report.marked_tables import refresh_file
+        from smat.report.text_tables import refresh_file
 
         typer.echo(f"{refresh_file(tables, Store(out).roots)} tables in {tables}")
         return
-    from smat.report.experiments_page import write_report
+    from smat.report.page import write_report
 
     typer.echo(f"Report: {write_report(out, Store(out).roots)}")
 

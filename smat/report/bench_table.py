@@ -2,120 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
-from smat.report.bench_figure import count_heads, format_length, format_sizes
 from smat.report.geometry_table import format_bytes
 
 Row = Mapping[str, Any]
-TIMES = ("median", "20 %", "80 %", "runs")
+
+# The fields of results in the order of their columns, and what stands over each.
+HEADINGS = {
+    "batch": "batch", "seq_len": "T", "name": "what", "context": "context", "kind": "kind",
+    "size": "at", "error": "error", "quantities": "checked", "tolerance": "tolerance",
+    "field_size": "q", "vc_dim": "d", "num_profiles": "P", "num_types": "B", "method": "form",
+    "additions": "additions", "median": "median", "low": "20 %", "high": "80 %",
+    "num_runs": "runs", "slowest": "slowest", "ratio": "ratio", "baseline": "to",
+    "ratio_to_factored": "x factored", "ratio_to_d1": "x d=1", "ratio_to_plain": "x plain",
+    "ratio_to_shortest": "x shortest", "softmax_ratio": "softmax x",
+    "slowest_to_median": "slowest / median", "io_bytes": "in + out", "kept_bytes": "kept",
+    "working_bytes": "working", "peak_extra_bytes": "peak extra", "bound_bytes": "bound",
+    "ratio_to_bound": "x bound", "cache_bytes": "cache", "minor_faults": "faults",
+    "major_faults": "major", "exponent": "exponent", "gemm": "product",
+    "causal_branch": "causal branch", "fraction_of_gemm": "fraction",
+    "whole_op_fraction_of_gemm": "whole op, d = 1",
+}  # fmt: skip
+MILLISECONDS = ("median", "low", "high", "slowest")
 
 
 def check_table(checks: Sequence[Row]) -> Table:
     """One line a name: the largest error relative to its tolerance."""
-    table = _table("Checked against an oracle in fp64 (relative RMS)", "what", "at")
-    _columns(table, "error", "checked", "tolerance")
-    for name in dict.fromkeys(check["name"] for check in checks):
-        same = [check for check in checks if check["name"] == name]
+    by_name: dict[str, list[Row]] = {}
+    for check in checks:
+        by_name.setdefault(check["name"], []).append(check)
+    rows = []
+    for same in by_name.values():
         worst = max(same, key=lambda check: check["error"] / check["tolerance"])
-        table.add_row(
-            name, worst["size"], f"{worst['error']:.1e}",
-            ", ".join(check["quantity"].removeprefix("gradient of ") for check in same),
-            f"{worst['tolerance']:.0e}",
-        )  # fmt: skip
-    return table
+        quantities = [check["quantity"].removeprefix("gradient of ") for check in same]
+        rows.append({**worst, "quantities": ", ".join(quantities)})
+    return _table("Checked against an oracle in fp64 (relative RMS)", rows)
 
 
 def tabulate_table(result: Mapping[str, Any]) -> Table:
     """One line a geometry and form."""
-    config = result["config"]
-    table = _table(f"Tabulation, {config['num_columns']} columns, fp32, milliseconds", "q", "d")
-    _columns(table, "P", "B")
-    table.add_column("form", no_wrap=True)
-    _columns(table, "additions", *TIMES, "x factored", "kept", "working", "faults")
-    last = None
-    for row in result["rows"]:
-        case = row["field_size"], row["vc_dim"]
-        if last not in (None, case):
-            table.add_section()
-        last = case
-        table.add_row(
-            str(case[0]), str(case[1]), f"{row['num_profiles']:,}", f"{row['num_types']:,}",
-            row["method"], f"{row['additions']:,}", *_times(row["timing"]),
-            _ratio(row["ratio_to_factored"]), _bytes(row["kept_bytes"]),
-            _bytes(row["working_bytes"]), _faults(row["timing"]),
-        )  # fmt: skip
-    return table
+    title = f"Tabulation, {result['config']['num_columns']} columns, fp32, milliseconds"
+    return _table(title, result["rows"], sections_by=("field_size", "vc_dim"))
 
 
 def attention_table(result: Mapping[str, Any]) -> Table:
     """One line a length and variant."""
-    config = result["config"]
+    config, rows = result["config"], []
+    for row in result["rows"]:
+        peak, bound = row["peak_extra_bytes"], row["bound_bytes"]
+        heads = "" if row["heads"] == config["heads"] else f", {count_heads(row['heads'])}"
+        ratio = peak / bound if peak is not None and bound else None
+        exponent = result["growth"].get(row["name"])
+        derived = {"name": row["name"] + heads, "ratio_to_bound": ratio, "exponent": exponent}
+        rows.append({**row, **derived})
     passes = "Forward + backward" if config["backward"] else "Forward"
     sizes = f"batch {config['batch']}, chunk {config['chunk_size']}"
     title = f"{passes}, {format_sizes(config)}, {sizes}, milliseconds"
-    table = _table(title, "T", "variant")
-    _columns(table, "q", *TIMES, "x d=1", "x plain", "softmax x", "in + out", "peak extra", "bound")
-    _columns(table, "x bound", "faults", "exponent")
-    last = None
-    for row in result["rows"]:
-        if last not in (None, row["seq_len"]):
-            table.add_section()
-        last = row["seq_len"]
-        peak, bound = row["peak_extra_bytes"], row["bound_bytes"]
-        heads = "" if row["heads"] == config["heads"] else f", {count_heads(row['heads'])}"
-        exponent = result["growth"].get(row["name"])
-        table.add_row(
-            format_length(row["seq_len"]), row["name"] + heads, str(row["field_size"] or "-"),
-            *_times(row["timing"]), _ratio(row["ratio_to_d1"]), _ratio(row["ratio_to_plain"]),
-            _ratio(row["softmax_ratio"]), _bytes(row["io_bytes"]), _bytes(peak), _bytes(bound),
-            _ratio(peak / bound if peak is not None and bound else None),
-            _faults(row["timing"]), "-" if exponent is None else f"{exponent:.2f}",
-        )  # fmt: skip
-    return table
+    return _table(title, rows, sections_by=("seq_len",))
 
 
-def rate_table(rates: Iterable[Row], gemm_size: int) -> Table:
+def rate_table(rates: Sequence[Row], gemm_size: int) -> Table:
     """One line a length: the matrix product and the causal branch, in GFLOP/s."""
-    table = _table(f"GFLOP/s, beside a {gemm_size}^3 product", "T")
-    _columns(table, "product", "causal branch", "fraction", "whole op, d = 1")
-    for rate in rates:
-        branch = rate.get("causal_branch")
-        table.add_row(
-            format_length(rate["seq_len"]), f"{rate['gemm']:.1f}",
-            "-" if branch is None else f"{branch:.1f}",
-            _percent(rate.get("fraction_of_gemm")),
-            _percent(rate.get("whole_op_fraction_of_gemm")),
-        )  # fmt: skip
-    return table
-
-
-def _percent(fraction: float | None) -> str:
-    return "-" if fraction is None else f"{100 * fraction:.0f} %"
+    return _table(f"GFLOP/s, beside a {gemm_size}^3 product", rates)
 
 
 def decode_table(result: Mapping[str, Any]) -> Table:
     """One line a batch, decoder and context."""
-    title = f"Decoding, {format_sizes(result['config'])}, milliseconds a token"
-    table = _table(title, "batch", "decoder", "context")
-    _columns(table, *TIMES, "slowest", "x shortest", "softmax x", "slowest / median", "cache")
     rows = sorted(result["rows"], key=lambda row: (row["batch"], row["name"], row["context"]))
-    last = None
-    for row in rows:
-        group = row["batch"], row["name"]
-        if last not in (None, group):
-            table.add_section()
-        last = group
-        table.add_row(
-            str(row["batch"]), row["name"], format_length(row["context"]),
-            *_times(row["timing"]), _milliseconds(row["timing"]["slowest"]),
-            _ratio(row["ratio_to_shortest"]), _ratio(row["softmax_ratio"]),
-            _ratio(row["slowest_to_median"]), _bytes(row["cache_bytes"]),
-        )  # fmt: skip
-    return table
+    title = f"Decoding, {format_sizes(result['config'])}, milliseconds a token"
+    return _table(title, rows, sections_by=("batch", "name"))
 
 
 def layers_table(result: Mapping[str, Any]) -> Table:
@@ -124,56 +83,44 @@ def layers_table(result: Mapping[str, Any]) -> Table:
     sizes = f"T = {config['seq_len']}, batch {config['batch']}, {config['heads']} heads of "
     reads = f"d = {config['vc_dim']}, {config['num_reads']} reads"
     title = f"Forward + backward, {sizes}{config['head_dim']}, fp32, {reads}, milliseconds"
-    table = _table(title, "what", "kind")
-    _columns(table, *TIMES, "ratio")
-    table.add_column("to", no_wrap=True)
-    last = None
-    for row in result["rows"]:
-        if last not in (None, row["baseline"]):
-            table.add_section()
-        last = row["baseline"]
-        alone = row["baseline"] == row["name"]
-        table.add_row(
-            row["name"], row["kind"], *_times(row["timing"]),
-            "" if alone else _ratio(row["ratio"]), "" if alone else row["baseline"],
-        )  # fmt: skip
-    return table
+    return _table(title, result["rows"], sections_by=("baseline",))
 
 
-def _table(title: str, *left: str) -> Table:
+def _table(title: str, rows: Sequence[Row], sections_by: Sequence[str] = ()) -> Table:
+    """Set rows out, with a rule where one of the fields named by `sections_by` changes."""
+    flat = [{**row, **row.get("timing", {})} for row in rows]
+    columns = [name for name in HEADINGS if any(row.get(name) is not None for row in flat)]
     table = Table(title=title, title_justify="left", header_style="bold")
-    for heading in left:
-        table.add_column(heading, no_wrap=True)
+    for name in columns:
+        words = any(isinstance(row.get(name), str) for row in flat)
+        table.add_column(HEADINGS[name], justify="left" if words else "right", no_wrap=True)
+    for number, row in enumerate(flat):
+        if number and any(row[name] != flat[number - 1][name] for name in sections_by):
+            table.add_section()
+        table.add_row(*(_text(name, row.get(name)) for name in columns))
     return table
 
 
-def _columns(table: Table, *headings: str) -> None:
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+def _text(name: str, value: str | float | None) -> str:
+    """Write a field: sizes with their unit, times in milliseconds, three digits that matter.
+
+    >>> _text("cache_bytes", 4224), _text("median", 0.0123), _text("error", 1.5e-7)
+    ('4.2 kB', '12.3', '1.50e-07')
+    """
+    if value is None or isinstance(value, str):
+        return value or "-"
+    if name.endswith("bytes"):
+        return format_bytes(value)
+    value *= 1e3 if name in MILLISECONDS else 1
+    return f"{value:,.0f}" if isinstance(value, int) or value >= 100 else f"{value:#.3g}"
 
 
-def _times(timing: Row) -> list[str]:
-    middle = [_milliseconds(timing[name]) for name in ("median", "low", "high")]
-    return [*middle, str(timing["num_runs"])]
+def format_sizes(config: Mapping[str, Any]) -> str:
+    """Write the sizes of a problem on one line."""
+    heads, key_dim, value_dim = (config[name] for name in ("heads", "key_dim", "value_dim"))
+    return f"{count_heads(heads)}, K = {key_dim}, V = {value_dim}, {config['dtype']}"
 
 
-def _milliseconds(seconds: float) -> str:
-    """Three digits that matter, and never an exponent."""
-    value = 1e3 * seconds
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3f}"
-
-
-def _ratio(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
-
-
-def _bytes(num_bytes: float | None) -> str:
-    return "-" if num_bytes is None else format_bytes(int(num_bytes))
-
-
-def _faults(timing: Row) -> str:
-    """Minor page faults a run, and major ones where there are any."""
-    minor, major = round(timing["minor_faults"]), round(timing["major_faults"])
-    return f"{minor:,}" if not major else f"{minor:,} + {major:,} major"
+def count_heads(heads: int) -> str:
+    """Write a number of heads."""
+    return f"{heads} head{'s' * (heads != 1)}"

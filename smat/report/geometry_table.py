@@ -5,16 +5,9 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 
-import torch
-
 from smat.masks.mask import SMatMask, SMatWarning
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -37,14 +30,15 @@ class CacheShape:
         for name in ("heads", "key_dim", "value_dim", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, but it is {getattr(self, name)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, but it is {self.dtype}")
+        if self.dtype not in DTYPE_BYTES:
+            known = ", ".join(DTYPE_BYTES)
+            raise ValueError(f"dtype must be one of {known}, but it is {self.dtype}")
 
     @property
     def bytes_per_state(self) -> int:
         """The bytes of one state for every sequence of the batch and every head."""
         numbers = self.batch * self.heads * self.key_dim * (self.value_dim + 1)
-        return numbers * DTYPES[self.dtype].itemsize
+        return numbers * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -79,30 +73,28 @@ def geometry_row(
 
     A length without a distant block is plain linear attention: one running state and no tables.
     """
-    cache = CacheShape() if cache is None else cache
     with warnings.catch_warnings():
-        # The row says itself whether VC = d is guaranteed.
-        warnings.simplefilter("ignore", SMatWarning)
+        warnings.simplefilter("ignore", SMatWarning)  # the row says whether VC = d is guaranteed
         mask = SMatMask(seq_len, vc_dim, chunk_size=chunk_size)
     geometry = mask.geometry
     has_distant = mask.num_distant > 0
     cache_states = geometry.num_types + 1 if has_distant else 1
     return GeometryRow(
-        vc_dim=vc_dim,
-        field_size=geometry.field_size,
-        num_profiles=geometry.num_profiles,
-        num_types=geometry.num_types,
-        num_distant=mask.num_distant,
-        num_recent=mask.num_recent,
-        guarantees_vc_dim=mask.guarantees_vc_dim,
-        additions_algorithm2=geometry.tabulation_cost("algorithm2") if has_distant else 0,
-        additions_factored=geometry.tabulation_cost("factored") if has_distant else 0,
-        cache_states=cache_states,
-        cache_bytes=cache_states * cache.bytes_per_state,
+        vc_dim,
+        geometry.field_size,
+        geometry.num_profiles,
+        geometry.num_types,
+        mask.num_distant,
+        mask.num_recent,
+        mask.guarantees_vc_dim,
+        geometry.tabulation_cost("algorithm2") if has_distant else 0,
+        geometry.tabulation_cost("factored") if has_distant else 0,
+        cache_states,
+        cache_states * (cache or CacheShape()).bytes_per_state,
     )
 
 
-def format_bytes(num_bytes: int) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Write a size in decimal units; megabytes are whole, as in the paper's table.
 
     >>> [format_bytes(size) for size in (4224, 540672, 99483648, 3439214592, 27513716736)]
@@ -110,8 +102,6 @@ def format_bytes(num_bytes: int) -> str:
     """
     if num_bytes < 100_000:
         return f"{num_bytes / 1e3:.1f} kB"
-    if num_bytes < 10_000_000:
-        return f"{num_bytes / 1e6:.1f} MB"
     if num_bytes < 10_000_000_000:
-        return f"{num_bytes / 1e6:.0f} MB"
+        return f"{num_bytes / 1e6:.{int(num_bytes < 10_000_000)}f} MB"
     return f"{num_bytes / 1e9:.1f} GB"

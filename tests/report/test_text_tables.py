@@ -2,13 +2,26 @@
 
 import re
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from smat.report import experiments_table
-from smat.report.experiments_table import escape_markdown, markdown_table, print_table
+from smat.report import text_tables
+from smat.report.experiment_tables import result_table
+from smat.report.records import load_records
+from smat.report.text_tables import (
+    MARKED,
+    escape_markdown,
+    format_markdown,
+    print_table,
+    refresh,
+    refresh_file,
+)
 from tests.report.experiments_case import ARMS, EXPERIMENT, PUBLISHED, make_record, write_record
+
+ROOT = Path(__file__).parents[2]
+TEXT = "Before.\n<!-- table: subset-routing quick -->\nWHAT WAS\n<!-- end of table -->\nAfter.\n"
 
 RECORDS = [
     *(make_record("softmax", "k=1", seed, value) for seed, value in enumerate((99.0, 100.0, 98.5))),
@@ -23,8 +36,12 @@ def read_markdown(text):
     return [[cell.strip() for cell in line] for line in lines]
 
 
+def markdown_table(records):
+    return format_markdown(result_table(EXPERIMENT, "paper", records, PUBLISHED))
+
+
 def test_markdown_has_ours_in_bold_and_the_papers_below():
-    lines = read_markdown(markdown_table(EXPERIMENT, "paper", RECORDS, PUBLISHED))
+    lines = read_markdown(markdown_table(RECORDS))
     assert lines[0] == ["", "k = 1", "k = 2", "k = 3", "seeds", "parameters", "min a run"]
     assert lines[1] == ["---", *["---:"] * 6]
     assert lines[2][:4] == ["**Softmax**", "99.2 ± 0.8 (n = 3)", "51.3 (n = 1)", "not run"]
@@ -38,7 +55,7 @@ def test_markdown_has_ours_in_bold_and_the_papers_below():
 
 
 def test_labels_are_escaped():
-    text = markdown_table(EXPERIMENT, "paper", RECORDS, PUBLISHED)
+    text = markdown_table(RECORDS)
     assert r"**SMat &lt;d\|2&gt; &amp; \*co\***" in text
 
 
@@ -61,12 +78,12 @@ def test_losses_among_controls_keep_three_decimals():
         make_record(arm, "k=1", 0, 50.0, controls={"loss of a constant (nats)": 0.37677})
         for arm in ARMS
     ]
-    lines = read_markdown(markdown_table(EXPERIMENT, "paper", records, PUBLISHED))
+    lines = read_markdown(markdown_table(records))
     assert lines[-1][:3] == ["loss of a constant (nats)", "0.377", "–"]
 
 
 def printed(folder, monkeypatch, preset="paper"):
-    monkeypatch.setattr(experiments_table, "load_published", lambda: PUBLISHED)
+    monkeypatch.setattr(text_tables, "load_published", lambda: PUBLISHED)
     console = Console(width=200, record=True, file=StringIO())
     print_table(EXPERIMENT, preset, [folder], console)
     return console.export_text()
@@ -76,11 +93,12 @@ def test_a_terminal_shows_the_same_numbers_as_markdown(tmp_path, monkeypatch):
     for record in RECORDS:
         write_record(tmp_path, record)
     text = printed(tmp_path, monkeypatch)
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines()]
-    rows = [row for row in rows if row]
-    lines = read_markdown(markdown_table(EXPERIMENT, "paper", RECORDS, PUBLISHED))[2:]
-    assert [row[1:] for row in rows] == [line[1:] for line in lines]
-    assert rows[2][0] == ARMS["smat_d2"]  # as it is: no markup of the label is obeyed
+    rows = [re.split(r" {2,}", line.strip()) for line in text.splitlines()]
+    lines = [[cell for cell in line[1:] if cell] for line in read_markdown(markdown_table(RECORDS))]
+    first = next(index for index, row in enumerate(rows) if row[0] == "Softmax")
+    shown = rows[first : first + len(lines) - 2]
+    assert [row[1:] for row in shown] == lines[2:]
+    assert shown[2][0] == ARMS["smat_d2"]  # as it is: no markup of the label is obeyed
     assert "as in the paper." in text
     assert "18 min in all" in text  # four runs of 4.5 minutes and one of half a minute
     assert "A <CPU>, 2 cores, torch 2.13.0" in text
@@ -95,4 +113,33 @@ def test_a_terminal_says_that_settings_have_changed(tmp_path, monkeypatch):
 def test_a_table_without_a_run_prints(tmp_path, monkeypatch):
     text = printed(tmp_path, monkeypatch, preset="quick")
     assert text.count("not run") == 9
-    assert "runs  none" in text
+    assert "runs: none" in text
+
+
+def test_only_what_stands_between_the_marks_changes():
+    new = refresh(TEXT, [])
+    assert new.startswith("Before.\n<!-- table: subset-routing quick -->\n| ")
+    assert new.endswith("|\n<!-- end of table -->\nAfter.\n")
+    assert "WHAT WAS" not in new
+    assert "not run" in new
+    assert refresh(new, []) == new
+
+
+@pytest.mark.parametrize(("name", "preset"), [("no-such", "quick"), ("subset-routing", "slow")])
+def test_an_unknown_table_is_refused(name, preset):
+    text = f"<!-- table: {name} {preset} -->\n<!-- end of table -->"
+    with pytest.raises(ValueError, match=f"no (experiment|preset) '{name}|{preset}'"):
+        refresh(text, [])
+
+
+def test_a_file_is_rewritten(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text(TEXT)
+    assert refresh_file(path, [tmp_path]) == 1
+    assert path.read_text() == refresh(TEXT, [])
+
+
+def test_the_readme_shows_the_committed_results():
+    readme = (ROOT / "README.md").read_text()
+    assert MARKED.search(readme)
+    assert refresh(readme, load_records([ROOT / "results"])) == readme

@@ -1,20 +1,16 @@
 """The page is whole, needs nothing else, and says the same as the Markdown beside it."""
 
 import re
+from base64 import b64decode
 from itertools import product
 from statistics import mean, stdev
 from xml.etree import ElementTree
 
 import pytest
 
-from smat.report import experiments_page
-from smat.report.curve_axes import scale_of
-from smat.report.experiments_content import content_of
-from smat.report.experiments_html import prose
-from smat.report.experiments_page import save_report, write_report
-from smat.report.experiments_published import load_published
-from smat.report.learning_curves import line_styles, over_seeds
-from smat.report.published_table import FIGURE_SPACE
+from smat.report import page as page_module
+from smat.report.page import content_of, prose, save_report, write_report
+from smat.report.published import load_published
 from tests.report.experiments_case import (
     ARMS,
     CELLS,
@@ -24,7 +20,7 @@ from tests.report.experiments_case import (
     make_record,
     write_record,
 )
-from tests.report.test_experiments_table import read_markdown
+from tests.report.test_text_tables import read_markdown
 
 ACCURACY = {
     (arm, cell, seed): 100.0 - 7.3 * a - 11.7 * c - 0.37 * seed * (1 + c)
@@ -55,7 +51,7 @@ def markdown(folder):
 
 
 def squeeze(text):
-    return " ".join(text.replace(FIGURE_SPACE, " ").split())
+    return " ".join(text.split())
 
 
 def results(page):
@@ -71,6 +67,7 @@ def test_the_page_has_every_table_and_what_was_run(page):
         "Softmax", "paper", ARMS["smat_d2"], "paper", "SMat (d = 3)", "An oracle, paper only",
         "ceiling", "plateau loss",
     ]  # fmt: skip
+    assert "9 of 18 cells are filled." in squeeze("".join(page.words))
     assert [row[0] for row in elsewhere[1:]] == ["No branch", "Kept"]
     assert len(quick[0]) == len(paper[0]) == 1 + len(CELLS) + 3
 
@@ -116,14 +113,17 @@ def test_labels_are_shown_and_never_obeyed(folder, page):
     html = (folder / "report.html").read_text(encoding="utf-8")
     assert ARMS["smat_d2"] in [row[0] for row in page.tables[1]]
     words = "".join(page.words)
-    for text in (EXPERIMENT.title, ARMS["smat_d2"], "A <CPU>", "Find <the> ", "Bits per <byte>"):
+    for text in (EXPERIMENT.title, "A <CPU>", "Find <the> ", "Bits per <byte>"):
         assert text in words
         assert text not in html
+    picture = ElementTree.parse(folder / "report-figures" / "made-up-paper-curves.svg")
+    assert ARMS["smat_d2"] in ["".join(element.itertext()) for element in picture.iter()]
+    assert ARMS["smat_d2"] not in html
 
 
 def test_nothing_is_loaded_and_every_link_leads_somewhere(folder, page):
     html = (folder / "report.html").read_text(encoding="utf-8")
-    assert page.fetched == []
+    assert all(picture.startswith("data:image/svg+xml;base64,") for picture in page.fetched)
     assert re.findall(r"https?://|@import|url\(", html) == []
     assert page.links
     assert all(link[0] == "#" and link[1:] in page.ids for link in page.links)
@@ -139,30 +139,21 @@ def test_machine_time_and_commit_are_told(page, markdown):
         assert "2026-11-16" in text
 
 
-def test_curves_have_a_panel_a_cell_and_a_line_an_arm(folder):
-    html = (folder / "report.html").read_text(encoding="utf-8")
-    first = html.split('<div class="curves">')[1].split("</details>")[0]
-    assert first.count('<svg class="panel"') == len(CELLS)
-    assert first.count('class="key key-') == len(ARMS)
-    panels = first.split('<svg class="panel"')[1:]
-    lines = [len(re.findall(r"arm-\d", panel)) for panel in panels]
-    assert lines == [3, 3, 2]  # d = 3 has not been run at k = 3
-    assert all(panel.count('<g class="level">') == 1 for panel in panels)
-
-
-def test_pictures_of_the_markdown_lie_beside_it_and_are_whole(folder, markdown):
+def test_pictures_lie_beside_the_markdown_and_in_the_page_and_need_nothing(folder, page, markdown):
     names = re.findall(r"!\[[^]]*\]\(([^)]*)\)", markdown)
     assert names == [
         "report-figures/made-up-paper-curves.svg",
         "report-figures/made-up-quick-curves.svg",
         "report-figures/masks.svg",
     ]
+    shown = [b64decode(picture.partition(",")[2]) for picture in page.fetched]
+    assert shown == [(folder / name).read_bytes() for name in names]
     for name in names:
         picture = ElementTree.parse(folder / name).getroot()
         assert picture.tag == "{http://www.w3.org/2000/svg}svg"
         assert picture.get("viewBox")
-        hrefs = [x for e in picture.iter() for x in e.attrib if x.endswith("href")]
-        assert hrefs == []
+        hrefs = [v for e in picture.iter() for k, v in e.attrib.items() if k.endswith("href")]
+        assert all(href.startswith(("#", "data:")) for href in hrefs)
 
 
 def test_the_same_records_give_the_same_page(folder, tmp_path):
@@ -173,8 +164,8 @@ def test_the_same_records_give_the_same_page(folder, tmp_path):
 
 
 def test_a_report_of_nothing_is_a_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments_page, "EXPERIMENTS", {"made-up": EXPERIMENT})
-    monkeypatch.setattr(experiments_page, "load_published", lambda: PUBLISHED)
+    monkeypatch.setattr(page_module, "EXPERIMENTS", {"made-up": EXPERIMENT})
+    monkeypatch.setattr(page_module.published, "load_published", lambda: PUBLISHED)
     path = write_report(tmp_path / "new", [tmp_path / "none"])
     assert path == tmp_path / "new" / "report.html"
     page = Page(path.read_text(encoding="utf-8"))
@@ -184,7 +175,7 @@ def test_a_report_of_nothing_is_a_report(tmp_path, monkeypatch):
 def test_the_experiments_and_tables_of_the_library_make_a_report(tmp_path):
     page = Page(write_report(tmp_path, [tmp_path]).read_text(encoding="utf-8"))
     words = squeeze(" ".join(page.words))
-    for experiment in experiments_page.EXPERIMENTS.values():
+    for experiment in page_module.EXPERIMENTS.values():
         assert experiment.name in page.ids
         assert experiment.title in words
     for table in load_published().values():
@@ -192,7 +183,7 @@ def test_the_experiments_and_tables_of_the_library_make_a_report(tmp_path):
 
 
 def test_records_come_from_the_roots(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments_page, "EXPERIMENTS", {"made-up": EXPERIMENT})
+    monkeypatch.setattr(page_module, "EXPERIMENTS", {"made-up": EXPERIMENT})
     write_record(tmp_path / "a" / "records", make_record("softmax", "k=1", 0, 12.34))
     write_record(tmp_path / "b", make_record("softmax", "k=1", 0, 56.78))
     path = write_report(tmp_path / "a", [tmp_path / "a", tmp_path / "b"])
@@ -207,57 +198,18 @@ def test_records_of_changed_settings_are_pointed_out(tmp_path):
         assert "1 of the 1 runs were made with other settings" in (tmp_path / name).read_text()
 
 
-def test_no_two_arms_of_the_paper_look_alike():
-    for table in load_published().values():
-        styles = line_styles(table["rows"]).values()
-        looks = {(style.colour, style.dash) for style in styles}
-        if len(styles) <= 17:  # the most that an experiment has
-            assert len(looks) == len(styles)
-
-
-def test_curves_of_seeds_meet_where_all_have_a_number():
-    records = [
-        make_record("softmax", "k=1", 0, 80.0, curve=[[1, 4.0, None], [2, 2.0, 10.0]]),
-        make_record("softmax", "k=1", 1, 90.0, curve=[[1, 2.0, 5.0], [2, 1.0, 30.0], [3, 1, 9]]),
-    ]
-    assert over_seeds(records, 1).mean == [(1, 3.0), (2, 1.5)]
-    assert over_seeds(records, 2) == ([(2, 20.0)], [(2, 10.0)], [(2, 30.0)])
-
-
-@pytest.mark.parametrize(
-    ("losses", "log"),
-    [([0.7, 0.2], False), ([0.7, 0.0], False), ([0.7, 0.01], True), ([-1, 2], False)],
-)
-def test_losses_that_span_orders_of_magnitude_are_drawn_on_a_log_scale(losses, log):
-    curve = [[step, loss, None] for step, loss in enumerate(losses, start=1)]
-    scale = scale_of([make_record("softmax", "k=1", 0, 50.0, curve=curve)])
-    assert scale.log == log
-    heights = [scale.loss(loss) for loss in losses]
-    assert all(140 <= height <= 226 for height in heights)
-    assert (heights[0] < heights[1]) == (losses[0] > losses[1])
-
-
-@pytest.mark.parametrize(("middle", "plots"), [(40.0, 2), (None, 1)])
-def test_accuracy_is_drawn_where_it_was_evaluated_on_the_way(middle, plots, tmp_path):
-    curve = [[1, 0.7, None], [2, 0.5, middle], [3, 0.4, 80.0]]
-    record = make_record("softmax", "k=1", 0, 80.0, curve=curve)
-    save_report(tmp_path, content_of({"made-up": EXPERIMENT}, [record], PUBLISHED))
-    panel = (tmp_path / "report.html").read_text().split('<svg class="panel"')[1].split("</svg>")[0]
-    assert panel.count("<path") == plots
-    assert panel.count('class="name"') == plots
-
-
 @pytest.mark.parametrize("curve", [[], [[0, 1.0, None]], [[5, None, 50.0]]])
 def test_without_a_curve_nothing_is_drawn(curve, tmp_path):
     record = make_record("softmax", "k=1", 0, 50.0, curve=curve)
     save_report(tmp_path, content_of({"made-up": EXPERIMENT}, [record], PUBLISHED))
     html = (tmp_path / "report.html").read_text()
-    assert '<svg class="panel"' not in html
-    Page(html)
+    assert len(Page(html).fetched) == 1  # the masks
 
 
-def test_prose_keeps_lists_and_code():
-    assert prose("A `b<c` d\ngoes on.\n\n- one\n- two\n  lines") == (
-        "<p>A <code>b&lt;c</code> d goes on.</p>\n<ul><li>one</li><li>two lines</li></ul>"
+def test_prose_keeps_lists_and_code_and_obeys_nothing_else():
+    html = prose("A `b<c` d\ngoes on, a*b*c.\n\n- one\n- two\n  lines <i>")
+    assert "".join(html.split("\n")) == (
+        "<p>A <code>b&lt;c</code> dgoes on, a*b*c.</p>"
+        "<ul><li>one</li><li>twolines &lt;i&gt;</li></ul>"
     )
     assert prose("") == ""

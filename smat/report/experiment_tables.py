@@ -1,0 +1,228 @@
+"""Arrange records as the paper's tables, as data frames: ours beside what was published."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from smat.experiments.run import Experiment
+from smat.extras import require
+from smat.report.published import NOTHING, PaperTable, Published, reproduced_tables, text_at
+from smat.report.records import Record, format_count, format_value, is_loss, select
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+pd = require("pandas", extra="cli")
+
+OURS, PAPER, CONTROL = KINDS = ("ours", "paper", "control")
+LINE = ["arm", "kind", "label"]  # what names a line of a table; a line of no arm has the arm ""
+EXTRA = {"seeds": "seeds", "parameters": "parameters", "minutes": "min a run"}
+NOT_RUN = "not run"
+SAME = 1e-6  # controls that differ by less differ by rounding alone
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table says, wherever it is shown: `text` has a line for each arm, kind and label."""
+
+    headings: Mapping[str, str]
+    text: DataFrame
+
+
+@dataclass(frozen=True)
+class ResultTable(Table):
+    """A table of the paper as far as it has been run with one preset.
+
+    Attributes:
+        cells: The columns that hold results, with their headings.
+        numbers: A line a number: arm, kind, label, cell, mean, std, num_seeds.
+        own_cells: Whether the runs were evaluated elsewhere than the paper's table, at shorter
+            lengths for example, so that no number of the paper stands beside them.
+    """
+
+    cells: Mapping[str, str]
+    numbers: DataFrame
+    records: Sequence[Record]
+    own_cells: bool
+
+    @property
+    def num_filled(self) -> int:
+        """How many of the cells have been run."""
+        return int((self.numbers["kind"] == OURS).sum())
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells there are to run."""
+        return len(self.cells) * list(self.text.index.get_level_values("kind")).count(OURS)
+
+
+def result_table(
+    experiment: Experiment, preset: str, records: Iterable[Record], published: Published
+) -> ResultTable:
+    """Arrange the records of one preset as the table that the experiment reproduces."""
+    records = select(records, experiment.name, preset)
+    own_cells = own_columns(records, experiment.cells)
+    cells = own_cells or dict(experiment.cells)
+    arms = dict(experiment.arms)
+    ours, controls = [], []
+    for record in records:
+        arm = record.run.arm
+        label = arms.setdefault(arm, arm)
+        of_loads = tuple(f", {load}" for load in record.by_cell if load)
+        for cell, accuracy in cells_of(record, cells).items():
+            cells.setdefault(cell, cell)
+            ours.append((arm, OURS, label, cell, accuracy))
+            for name, value in record.controls.items():
+                if not name.endswith(of_loads):
+                    controls.append((arm, CONTROL, name, cell, value))
+    paper = _paper_numbers(experiment, arms, {} if own_cells else published)
+    numbers = pd.concat([_means(ours), paper, _join_shared(_means(controls))], ignore_index=True)
+    text = _text(cells, arms, numbers)
+    if records:
+        text = text.join(_extras(text.index, numbers, records))
+    headings = {**cells, **EXTRA} if records else cells
+    return ResultTable(headings, text, cells, numbers, records, bool(own_cells))
+
+
+def load_table(experiment: Experiment, preset: str, records: Iterable[Record]) -> Table | None:
+    """Arrange accuracies by load, for tasks that mix several; None if the task has one load."""
+    records = select(records, experiment.name, preset)
+    arms, cells = dict(experiment.arms), dict(experiment.cells)
+    known = {*cells, *own_columns(records, cells)}
+    loads = {load: load for record in records for load in record.by_cell if load not in known}
+    if len(loads) < 2:
+        return None
+    found = []
+    for record in records:
+        arm, cell = record.run.arm, record.run.cell
+        label = arms.setdefault(arm, arm)
+        label += f", {cells.setdefault(cell, cell)}" if len(experiment.cells) > 1 else ""
+        for load in loads:
+            if load in record.by_cell:
+                found.append((f"{arm} {cell}", OURS, label, load, record.by_cell[load]))
+            for name, value in record.controls.items():
+                if name.endswith(f", {load}"):  # such as "majority, T=64,N=4"
+                    found.append(("", CONTROL, name.removesuffix(f", {load}"), load, value))
+    labels = {name: label for name, kind, label, *_ in found if kind == OURS}
+    order = [f"{arm} {cell}" for arm in arms for cell in cells]
+    lines = {name: labels[name] for name in order if name in labels}
+    return Table(loads, _text(loads, lines, _means(found)))
+
+
+def paper_table(table: PaperTable) -> Table:
+    """Arrange a table of the paper alone, every number with the digits it was published with."""
+    columns, arms = table["columns"], table["rows"]
+    texts = [[text_at(table, arm, cell) for cell in columns] for arm in arms]
+    index = pd.MultiIndex.from_tuples([("", PAPER, label) for label in arms.values()], names=LINE)
+    return Table(columns, pd.DataFrame(texts, index=index, columns=list(columns)))
+
+
+def own_columns(records: Iterable[Record], cells: Mapping[str, str]) -> dict[str, str]:
+    """Return the columns of runs that fill several cells, if these are not the table's.
+
+    A model trained at a quarter of the length means something else by T = 1024 than the paper.
+    """
+    found: dict[str, str] = {}
+    for record in records:
+        if record.run.cell not in cells:
+            filled = [name for name in record.by_cell if name not in ("", record.run.cell)]
+            found.update({name: cells.get(name, name.replace("=", " = ")) for name in filled})
+    return {} if all(name in cells for name in found) else found
+
+
+def cells_of(record: Record, columns: Mapping[str, str]) -> dict[str, float]:
+    """Return the cells of a table that a record fills, with their accuracies.
+
+    One run may fill several: a model that is trained once and evaluated at several lengths.
+    """
+    filled = {cell: value for cell, value in record.by_cell.items() if cell in columns}
+    cell = record.run.cell
+    return filled if filled and cell not in columns else {cell: record.accuracy, **filled}
+
+
+def _means(found: Sequence[tuple[str, str, str, str, float]]) -> DataFrame:
+    """Summarise what several seeds have for one line and cell."""
+    frame = pd.DataFrame(found, columns=[*LINE, "cell", "value"])
+    values = frame.groupby([*LINE, "cell"], sort=False)["value"]
+    return values.agg(mean="mean", std="std", num_seeds="size").reset_index()
+
+
+def _join_shared(controls: DataFrame) -> DataFrame:
+    """Let the controls that several arms have, and the same in every cell, belong to no arm."""
+    by_cell = controls.groupby(["label", "cell"])["mean"]
+    same = (by_cell.max() - by_cell.min() <= SAME).groupby("label").all()
+    shared = same & (controls.groupby("label")["arm"].nunique() > 1)
+    controls["arm"] = controls["arm"].mask(controls["label"].isin(shared[shared].index), "")
+    return controls.drop_duplicates([*LINE, "cell"])
+
+
+def _paper_numbers(
+    experiment: Experiment, arms: Mapping[str, str], published: Published
+) -> DataFrame:
+    """Return what the paper has for an experiment; where two tables have a cell, the first's."""
+    tables = reproduced_tables(experiment, published)
+    labels = {arm: label for table in reversed(tables) for arm, label in table["rows"].items()}
+    lines = [
+        (arm, PAPER, "paper" if arm in arms else f"{labels.get(arm, arm)}, paper only", cell, *pair)
+        for table in tables
+        for arm, by_cell in table["values"].items()
+        for cell, pair in by_cell.items()
+        if cell in experiment.cells and pair[0] is not None
+    ]
+    frame = pd.DataFrame(lines, columns=[*LINE, "cell", "mean", "std"])
+    return frame.drop_duplicates([*LINE, "cell"]).astype({"std": float})
+
+
+def _text(columns: Mapping[str, str], arms: Mapping[str, str], numbers: DataFrame) -> DataFrame:
+    """Set numbers out as lines and columns, arm after arm: ours, the paper's, its controls."""
+    ours = numbers[numbers["kind"] == OURS].groupby("arm")["num_seeds"].nunique()
+    uneven = set(ours[ours > 1].index)
+    texts = []
+    for line in numbers.itertuples():
+        decimals = 3 if line.kind == CONTROL and is_loss(line.label) else 1
+        text = format_value(line.mean, None if line.kind == CONTROL else line.std, decimals)
+        several = line.kind == OURS and line.arm in uneven
+        texts.append(f"{text} (n = {line.num_seeds:.0f})" if several else text)
+    lines = [(arm, OURS, label) for arm, label in arms.items()]
+    lines = list(dict.fromkeys([*lines, *numbers[LINE].itertuples(index=False, name=None)]))
+    order = list(dict.fromkeys([*arms, *numbers["arm"][numbers["arm"] != ""], ""]))
+    lines.sort(key=lambda line: (order.index(line[0]), KINDS.index(line[1])))
+    wide = numbers.assign(text=texts).pivot(index=LINE, columns="cell", values="text")
+    index = pd.MultiIndex.from_tuples(lines, names=LINE)
+    text = wide.reindex(index=index, columns=list(columns)).astype(object)
+    missing = [NOT_RUN if kind == OURS else NOTHING for _, kind, _ in lines]
+    return text.apply(lambda column: column.where(column.notna(), missing))
+
+
+def _extras(
+    lines: Iterable[tuple[str, str, str]], numbers: DataFrame, records: Sequence[Record]
+) -> DataFrame:
+    """Return what stands behind our numbers: seeds, parameters, minutes a run."""
+    texts = []
+    for arm, kind, _ in lines:
+        same = [record for record in records if record.run.arm == arm and kind == OURS]
+        counts = sorted({record.parameters for record in same if record.parameters})
+        minutes = fmean(record.minutes for record in same) if same else 0.0
+        digits = 2 if minutes < 1 else int(minutes < 10)
+        texts.append(
+            [
+                seeds_of(numbers[numbers["arm"] == arm]) if same else "",
+                _extremes(map(format_count, counts)),
+                f"{minutes:.{digits}f}" if same else "",
+            ]
+        )
+    return pd.DataFrame(texts, index=lines, columns=list(EXTRA))
+
+
+def seeds_of(numbers: DataFrame) -> str:
+    """Say how many seeds our numbers have, from the fewest to the most."""
+    counts = numbers.loc[numbers["kind"] == OURS, "num_seeds"]
+    return _extremes(f"{count:.0f}" for count in sorted(set(counts)))
+
+
+def _extremes(texts: Iterable[str]) -> str:
+    texts = list(dict.fromkeys(texts))
+    return NOTHING.join(texts if len(texts) < 3 else [texts[0], texts[-1]])

@@ -1,0 +1,177 @@
+"""Read the records of finished runs, and write what they say: times, counts, means."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from math import isnan
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from smat.experiments.run import Experiment
+
+
+class RecordWarning(UserWarning):
+    """A JSON file among the records is not a record of a run."""
+
+
+class RunName(BaseModel):
+    """Which run it was."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    experiment: str
+    preset: str
+    arm: str
+    cell: str
+    seed: int
+
+
+class Record(BaseModel):
+    """What a finished run left; a point of its curve is a step, a loss and an accuracy."""
+
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    version: Literal[1]
+    run: RunName
+    accuracy: FiniteFloat
+    loss: FiniteFloat
+    minutes: FiniteFloat
+    key: str = ""
+    by_cell: dict[str, FiniteFloat] = {}
+    controls: dict[str, FiniteFloat] = {}
+    curve: list[tuple[FiniteFloat, FiniteFloat | None, FiniteFloat | None]] = []
+    parameters: int | None = None
+    hardware: dict[str, Any] = {}
+    commit: str | None = None
+    finished: str = ""
+
+
+def load_records(roots: Iterable[str | Path]) -> list[Record]:
+    """Read the records below the roots; a run that several roots hold counts in the first.
+
+    >>> load_records(["no/such/folder"])
+    []
+
+    A root is a folder of records, or holds one by the name `records`. A file that is not a record
+    is skipped with a warning that names it.
+    """
+    found: dict[RunName, Record] = {}
+    for path in (path for root in roots for path in _files(Path(root))):
+        try:
+            record = Record.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            problem = " ".join(str(error).split())
+            warnings.warn(f"skipped {path}: {problem}", RecordWarning, stacklevel=2)
+        else:
+            found.setdefault(record.run, record)
+    return list(found.values())
+
+
+def _files(root: Path) -> Iterator[Path]:
+    folder = root / "records" if (root / "records").is_dir() else root
+    for path in sorted(folder.rglob("*.json")):
+        if path.relative_to(root).parts[0] != "runs":  # unfinished work
+            yield path
+
+
+def select(records: Iterable[Record], experiment: str, preset: str) -> list[Record]:
+    """Keep the records of one preset of an experiment."""
+    return [r for r in records if (r.run.experiment, r.run.preset) == (experiment, preset)]
+
+
+def stale_note(records: Sequence[Record], experiment: Experiment, preset: str) -> str:
+    """Say how many records were made with settings that the preset no longer has."""
+    if not records or preset not in experiment.presets:
+        return ""
+    seeds = sorted({record.run.seed for record in records})
+    current = {run.key for run in experiment.runs(preset, seeds)}
+    old = sum(record.key not in current for record in records)
+    made = f"{old} of the {len(records)} runs were made with other settings"
+    return f"{made} than the preset {preset} has now." if old else ""
+
+
+def facts_of(records: Sequence[Record]) -> dict[str, str]:
+    """Say how many runs there are, how long they took, where, and of which commits.
+
+    >>> facts_of([])
+    {'runs': 'none'}
+
+    A + marks a commit whose sources were changed.
+    """
+    if not records:
+        return {"runs": "none"}
+    minutes = [record.minutes for record in records]
+    took = f"{format_minutes(sum(minutes))} in all"
+    if len(minutes) > 1:
+        least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
+        extremes = f" ({least} to {most})" if least != most else ""
+        took += f", {format_minutes(fmean(minutes))} a run{extremes}"
+    full = dict.fromkeys(record.commit for record in records if record.commit)
+    commits = list(dict.fromkeys(name[:10] + "+" * name.endswith("+") for name in full))
+    if len(commits) > 4:
+        commits = [*commits[:2], f"{commits[2]} and {len(commits) - 3} more"]
+    days = sorted({record.finished[:10] for record in records if record.finished})
+    facts = {
+        "runs": str(len(records)),
+        "time": took,
+        "machine": "; ".join(dict.fromkeys(_machine(record.hardware) for record in records)),
+        "commit": ", ".join(commits),
+        "finished": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])),
+    }
+    return {name: text for name, text in facts.items() if text}
+
+
+def _machine(hardware: dict[str, Any]) -> str:
+    cores, torch, device = (hardware.get(name) for name in ("cores", "torch", "device"))
+    texts = [hardware.get("cpu"), cores and f"{cores} core{'s' * (cores != 1)}"]
+    texts += [torch and f"torch {torch}", device if device != "cpu" else None]
+    return ", ".join(filter(None, texts))
+
+
+def format_minutes(minutes: float) -> str:
+    """Write a time in the unit that suits it, with two digits that matter.
+
+    >>> [format_minutes(minutes) for minutes in (0.5, 4.5, 12, 90, 1440 * 3)]
+    ['30 s', '4.5 min', '12 min', '1.5 h', '72 h']
+    """
+    if minutes < 1:
+        return f"{60 * minutes:.0f} s"
+    number, unit = (minutes, "min") if minutes < 60 else (minutes / 60, "h")
+    return f"{number:.{int(number < 10)}f} {unit}"
+
+
+def format_count(count: int) -> str:
+    """Write a count in thousands or millions.
+
+    >>> [format_count(count) for count in (640, 8123, 58088, 26_900_000)]
+    ['640', '8.1 K', '58 K', '27 M']
+    """
+    for limit, unit in ((1_000_000, "M"), (1000, "K")):
+        if count >= 0.9995 * limit:
+            return f"{count / limit:.{int(count < 9.95 * limit)}f} {unit}"
+    return str(count)
+
+
+def is_loss(name: str) -> bool:
+    """Tell a control that is a loss from one that is an accuracy in per cent, by its name."""
+    return any(word in name.lower() for word in ("loss", "nats"))
+
+
+def format_value(mean: float, std: float | None = None, decimals: int = 1) -> str:
+    """Write a mean, and the deviation where there is one.
+
+    >>> format_value(98.25, 0.4), format_value(46.55), format_value(-0.001)
+    ('98.3 ± 0.4', '46.6', '0.0')
+
+    What is rounded are the digits that Python prints: the 46.55 of a paper becomes 46.6, although
+    the nearest binary fraction lies below it.
+    """
+    unit = Decimal(1).scaleb(-decimals)
+    numbers = [number for number in (mean, std) if number is not None and not isnan(number)]
+    digits = [Decimal(repr(float(number))).quantize(unit, ROUND_HALF_UP) for number in numbers]
+    return " ± ".join(f"{number if number else abs(number):f}" for number in digits)
