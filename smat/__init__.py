@@ -2,11 +2,15 @@
 
 from smat import schedules
 from smat.geometry import Geometry
+from smat.layers import GatedDeltaNet, Mamba2, SMatAttention
 from smat.masks import SMatMask, SMatWarning, vc_dimension
 from smat.ops import SMatState, reference_attention, smat_attention
 
 __all__ = [
+    "GatedDeltaNet",
     "Geometry",
+    "Mamba2",
+    "SMatAttention",
     "SMatMask",
     "SMatState",
     "SMatWarning",

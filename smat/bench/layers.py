@@ -19,12 +19,12 @@ from torch import Tensor
 from smat.bench import measure
 from smat.bench.config import LayersConfig
 from smat.bench.measure import Call, forward_backward
-from smat.layers import GatedDeltaNet, Mamba2, ProfileMemory, TransportedMemory
-from smat.layers.lengths import kept_mask
+from smat.layers import GatedDeltaNet, Mamba2, ProfileMemory, TransportedMemory, kept_mask
 from smat.masks import SMatMask, none
 from smat.ops import smat_attention
 from smat.ops.delta_rule import delta_rule
-from smat.ops.recurrent_reference import decay_reference, delta_rule_reference
+from smat.ops.delta_rule.reference import delta_rule_reference
+from smat.ops.log_linear.reference import decay_reference
 
 CHECK_LEN = 300
 CHUNK = 64

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smat.bench import measure
 from smat.bench.config import TabulateConfig
-from smat.geometry import Geometry, hyperplanes, radon, shears
+from smat.geometry import Geometry, hyperplanes, radon
 
 CHECK_COLUMNS = 3
 
@@ -43,11 +43,11 @@ def tabulate_by(
     if method == "dense":
         incidence = hyperplanes.incidence(*shape, device).float()
         return lambda table, out: torch.matmul(incidence, table, out=out), _bytes([incidence])
+    list_steps = radon.tabulation_steps if method == "factored" else radon.incident_points
+    kept = [index for step in list_steps(*shape, device) for index in step]
     if method == "factored":
-        kept = [index for stage in shears.tabulation_stages(*shape, device) for index in stage]
-    else:
-        kept = [radon.incident_points(*shape, device)] if geometry.ambient_dim else []
-    return lambda table, out: radon.tabulate_tables(table, *shape, method, out=out), _bytes(kept)
+        return lambda table, out: radon.tabulate_tables(table, *shape, out=out), _bytes(kept)
+    return lambda table, out: out.copy_(geometry.tabulate(table, method)), _bytes(kept)
 
 
 def tabulate_workload(

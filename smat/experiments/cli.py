@@ -109,7 +109,7 @@ def run(
             outcomes = run_all(
                 to_make, store, made_by, listener=display, should_stop=should_stop, again=again
             )
-    from smat.report.experiments_table import print_table
+    from smat.report.text_tables import print_table
 
     print_table(experiment, preset, store.roots, Console(width=TABLE_WIDTH, highlight=False))
     num_failed = sum(outcome.kind == "failed" for outcome in outcomes)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
-from smat.ops.arguments import check_positions
-from smat.ops.padding import Padding
+from smat.ops.smat.arguments import check_positions
+from smat.ops.smat.padding import Padding
 
 
 class Mixer(nn.Module, ABC):
@@ -62,7 +62,8 @@ class Mixer(nn.Module, ABC):
             extras: What this layer takes beside hidden states, by the names of `extra_inputs`.
         """
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
-        check_positions(positions, hidden_states.shape[1])
+        if positions is not None:
+            check_positions(positions, hidden_states.shape[1])
         queries = None
         if self.reads_at_queries and attention_mask is None and past_key_values is None:
             queries = None if use_cache else positions

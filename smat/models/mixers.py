@@ -10,7 +10,7 @@ from torch import nn
 
 from smat import layers
 from smat.geometry import Geometry
-from smat.layers.lengths import kept_mask
+from smat.layers import kept_mask
 from smat.masks import doubling, kept, none, window
 
 Option = bool | int | float | str
@@ -140,7 +140,7 @@ def _memory(
     num_heads: int,
     vc_dim: int,
     task: SequenceTask,
-) -> layers.DistantMemory:
+) -> layers.Memory:
     """Make a memory with learned routing, and a geometry for each length."""
     return kind.for_lengths(width, num_heads, vc_dim=vc_dim, lengths=task.lengths)
 

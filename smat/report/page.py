@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
 
-from smat.experiments.registry import EXPERIMENTS
 from smat.experiments.run import Experiment
+from smat.experiments.tables import EXPERIMENTS
 from smat.extras import require
 from smat.report import experiment_tables as tables
 from smat.report import figures, published, records, text_tables
 from smat.report.published import PaperTable, Published
 from smat.report.records import Record
-from smat.training.files import write_atomically
+from smat.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -9,8 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markdown import Markdown
 
-from smat.experiments.registry import find_experiment
 from smat.experiments.run import Experiment
+from smat.experiments.tables import find_experiment
 from smat.report.experiment_tables import OURS, Table, result_table
 from smat.report.published import load_published
 from smat.report.records import Record, facts_of, load_records, stale_note

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from smat.extras import require
-from smat.ops.workspace import keep_freed_pages
+from smat.ops.smat.operator import keep_freed_pages
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

@@ -7,7 +7,7 @@ from smat.layers.call import attend_after
 from smat.layers.memory.transport import DeltaTokens, read_transported
 from smat.masks import SMatMask
 from smat.ops import smat_attention
-from smat.ops.recurrent_reference import transition_reference
+from smat.ops.delta_rule.reference import transition_reference
 
 BATCH, LENGTH, HIDDEN, HEADS, KEY, VALUE = 2, 24, 5, 2, 3, 2
 CPU = torch.device("cpu")

@@ -16,11 +16,8 @@ from smat.layers import (
     ProfileMemory,
     TransportedMemory,
 )
-from smat.ops.recurrent_reference import (
-    decay_reference,
-    delta_rule_reference,
-    log_linear_reference,
-)
+from smat.ops.delta_rule.reference import delta_rule_reference
+from smat.ops.log_linear.reference import decay_reference, log_linear_reference
 from tests.layers.memory_definition import define
 from tests.layers.mixers import convolve, distant, make, relative_rms, tokens
 

@@ -7,8 +7,8 @@ from smat.layers.routing.selectors import _highest
 from smat.ops import normalize
 from smat.ops.chosen_scores import chosen_scores
 from smat.ops.convolve import convolve
-from smat.ops.decay import exp_or_zero_
 from smat.ops.feature_maps import pointwise_map
+from smat.ops.linear.decay import exp_or_zero
 from smat.ops.normalize import rms_norm
 
 
@@ -51,12 +51,12 @@ def test_feature_maps_have_their_derivatives(name):
 def test_exponentials_have_no_subnormal_numbers(dtype):
     tiny = torch.finfo(dtype).tiny
     x = torch.linspace(-800, 0, 10_001, dtype=dtype)
-    found, expected = exp_or_zero_(x.clone()), x.exp()
+    found, expected = exp_or_zero(x.clone()), x.exp()
     normal = expected > 1.01 * tiny
     torch.testing.assert_close(found[normal], expected[normal], rtol=0, atol=0)
     assert (found[expected < tiny] == 0).all()
-    assert exp_or_zero_(torch.tensor([-torch.inf], dtype=dtype)) == 0
-    wide = exp_or_zero_(torch.tensor([-90.0], dtype=torch.float64), torch.float32)
+    assert exp_or_zero(torch.tensor([-torch.inf], dtype=dtype)) == 0
+    wide = exp_or_zero(torch.tensor([-90.0], dtype=torch.float64), torch.float32)
     assert wide == 0
 
 

@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from smat.experiments.records import VERSION
+from smat.experiments.store import VERSION
 from smat.report.records import Record, RecordWarning, facts_of, load_records, select, stale_note
 from tests.report.experiments_case import EXPERIMENT, make_record, plain_record, write_record
 

@@ -22,7 +22,8 @@ from smat.layers.routing.routers import Assignment
 from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
 from smat.ops import SMatState, smat_attention
-from smat.ops.transport import transport_keys, transport_queries
+from smat.ops.delta_rule import transport_keys, transport_queries
+from smat.ops.smat.routing import Routing
 
 
 class DeltaTokens(NamedTuple):
@@ -169,5 +170,11 @@ def _carry(distant: Tensor, profile: Tensor, like: DeltaTokens, mask: SMatMask) 
     k, v, gates = distant.split([like.k.shape[-1], like.v.shape[-1], 2], -1)
     keys = transport_keys(k, gates[..., 0], None if like.log_decay is None else gates[..., 1])
     return SMatState.after(
-        keys, v, mask, feature_map="identity", normalize=False, profile=profile, weighted=True
+        keys,
+        v,
+        mask,
+        routing=Routing(profile=profile),
+        feature_map="identity",
+        normalize=False,
+        branch="long_range",
     )

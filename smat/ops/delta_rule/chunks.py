@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from smat.ops.decay import FORGETS, LogDecay
+from smat.ops.linear.decay import FORGETS, LogDecay, lower_triangle, split_digits
 
 TILES_AT_ONCE = 64  # enough for batched products on all cores, few enough to stay in cache
 
@@ -97,15 +97,16 @@ class TileDecay:
 
     def __init__(self, log_decay: Tensor, dtype: torch.dtype) -> None:
         self.log_decay, self.dtype = log_decay.squeeze(-1), dtype
-        self.sums = LogDecay(self.log_decay)
-        self.counts = counts = torch.arange(1, log_decay.shape[1] + 1, device=log_decay.device)
-        self.since_start = self.sums.between(counts, torch.zeros_like(counts), dtype).unsqueeze(-1)
-        self.until_end = self.sums.between(counts[-1:], counts, dtype).unsqueeze(-1)
+        self.sums = LogDecay.of(self.log_decay)
+        own, first, last = slice(1, None), slice(1), slice(-1, None)
+        self.since_start = self.sums.between(own, first, dtype).unsqueeze(-1)
+        self.until_end = self.sums.between(last, own, dtype).unsqueeze(-1)
 
     @cached_property
     def inside(self) -> Tensor:
         """The decay between all pairs of tokens, (N, c, c)."""
-        return self.sums.triangle(self.counts, self.dtype)
+        since = self.sums.difference(slice(1, None), slice(1))
+        return lower_triangle(*split_digits(since, self.dtype))
 
     def backward(self, pairs: Tensor, since: Tensor, until: Tensor) -> Tensor:
         """Find the gates' gradient from those of the decays, each times the decay itself.

@@ -108,7 +108,7 @@ def causal_backward(
 ) -> CausalGrads:
     """Find the gradients of `causal`, given that of its answers, (N, G M, T, p)."""
     of_gates = None if decay is None else v.new_empty(v.shape[:3])
-    grads = CausalGrads(*(torch.empty_like(x) for x in (phi, psi, v)), of_gates)
+    grads = CausalGrads(torch.empty_like(phi), torch.empty_like(psi), torch.empty_like(v), of_gates)
     windows, passed = OpenWindows(segments, psi, v), []
     for chunks in cut_chunks(segments, max_chunks(v)):
         tiles = Tiles(chunks, psi, v, decay)

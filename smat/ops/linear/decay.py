@@ -76,7 +76,7 @@ class ChunkDecay(NamedTuple):
         until = after.total - own.total + (after.lost - own.lost)
         edges = LogDecay(*(x[..., start : stop + 1 : size] for x in decay))
         return cls(
-            lower_triangle(*(own if dtype == torch.float64 else _split(since, dtype))),
+            lower_triangle(*split_digits(since, dtype)),
             decay_factor(since, dtype).unsqueeze(-1),
             decay_factor(until, dtype).unsqueeze(-1),
             lower_triangle(*(x - x[..., :1] for x in edges)).to(dtype),
@@ -119,8 +119,8 @@ def inverse_or_zero(normalizer: Tensor) -> Tensor:
     return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
 
 
-def _split(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split fp64 numbers into two of a narrower dtype, which hold nearly all their digits."""
+def split_digits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Split fp64 numbers into two of a dtype, which together hold nearly all their digits."""
     coarse = x.to(dtype)
     return coarse, (x - coarse).to(dtype)
 

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.decay import FORGETS
 from smat.ops.delta_rule.chunks import (
     check_gates,
     check_shapes,
@@ -25,6 +24,7 @@ from smat.ops.delta_rule.chunks import (
     unpack,
 )
 from smat.ops.delta_rule.transport import transport_keys
+from smat.ops.linear.decay import FORGETS
 from smat.ops.log_linear.tree import (
     DecayTiles,
     DeltaTiles,

@@ -203,8 +203,7 @@ def attend_backward(
     }
     for loaded in _load_slices(inputs, options):
         part = loaded.part
-        answers = (part.of_values(x).flatten(0, 1) for x in (grad_out, out, normalizer))
-        grad_y = _division_backward(*answers, options.normalize)
+        grad_y = _division_backward(loaded, grad_out, out, normalizer)
         _slice_backward(loaded, backend, grad_y, grads)
     return {name: grad.to(given[name].dtype) for name, grad in grads.items()}  # type: ignore[union-attr]
 
@@ -213,12 +212,14 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _division_backward(grad: Tensor, out: Tensor, normalizer: Tensor, normalize: bool) -> Tensor:
+def _division_backward(loaded: Loaded, grad_out: Tensor, out: Tensor, normalizer: Tensor) -> Tensor:
     """Take the output's gradient through the division: (g / s, -(g . o) / s) for o = y / s."""
-    if not normalize:
+    grad = loaded.part.of_values(grad_out).flatten(0, 1)  # (N, G M, T, V)
+    if not loaded.options.normalize:
         return grad.contiguous()
-    dot = (grad * out).sum(-1, keepdim=True)
-    return torch.cat([grad, -dot], -1).mul_(inverse_or_zero(normalizer).unsqueeze(-1))
+    answer, total = (loaded.part.of_values(x).flatten(0, 1) for x in (out, normalizer))
+    dot = (grad * answer).sum(-1, keepdim=True)
+    return torch.cat([grad, -dot], -1).mul_(inverse_or_zero(total).unsqueeze(-1))
 
 
 def _slice_backward(
@@ -230,8 +231,10 @@ def _slice_backward(
     if loaded.has_local:
         local = backend.causal_backward(phi, psi, v, loaded.decay, segments, grad_y)
     else:
-        none = None if loaded.decay is None else v.new_zeros(v.shape[:3])
-        local = CausalGrads(*(torch.zeros_like(x) for x in (phi, psi, v)), none)
+        local = CausalGrads(
+            torch.zeros_like(phi), torch.zeros_like(psi), torch.zeros_like(v),
+            None if loaded.decay is None else v.new_zeros(v.shape[:3]),
+        )  # fmt: skip
     grad_phi, grad_psi, grad_v, grad_gates = local
     if loaded.has_distant:
         by_row = grad_y.view(-1, phi.shape[1], *grad_y.shape[2:])

@@ -268,7 +268,7 @@ class SMatState(StateTables):
             check.check_padding(attention_mask, k.shape[:2], k.device)
             padding = Padding(attention_mask)
             q, k, v, gates, routing = padding.remove_all(q, k, v, gates, routing)
-            lengths = padding.lengths.tolist()
+            lengths = attention_mask.bool().sum(1).tolist()
         tokens = load_tokens(self, q, k, v, gates, routing)
         state = self if inplace else self.fork()
         _warn_past_horizon(state, max(lengths, default=0))

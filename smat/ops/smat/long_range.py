@@ -191,7 +191,7 @@ def long_range_backward(
     folds = Folds(phi, psi, routing, mask, segments)
     weight = routing.read_weight
     grads = LongRangeGrads(
-        *(torch.zeros_like(x) for x in (phi, psi, v)), None,
+        torch.zeros_like(phi), torch.zeros_like(psi), torch.zeros_like(v), None,
         None if weight is None else torch.zeros_like(weight),
     )  # fmt: skip
     pulled = grad_y[:, :, folds.first :]

@@ -63,8 +63,7 @@ def load_state(
     try:
         saved, spec = SMatMask.from_dict(about["mask"]), StateSpec(**about["spec"])
         positions, built, saved_map = about["positions"], about["built"], about["feature_map"]
-        _check_recipe(path, saved, mask, saved_map, feature_map)
-        used_map = feature_map if saved_map is None else saved_map
+        used_map = _check_recipe(path, saved, mask, saved_map, feature_map)
         _check_numbers(path, positions, built, tensors)
         state = kind(saved if mask is None else mask, spec, used_map, tensors, positions, built)
     except (KeyError, TypeError) as error:
@@ -112,8 +111,8 @@ def _check_recipe(
     mask: SMatMask | None,
     saved_map: str | None,
     feature_map: FeatureMap | None,
-) -> None:
-    """Refuse a file of another mask, or of another feature map."""
+) -> FeatureMap:
+    """Refuse a file of another mask, or of another feature map; return the one to use."""
     if mask is not None:  # which may be written differently, but gives every token its place
         own, other = ((x.seq_len, x.geometry, x.schedule) for x in (saved, mask))
         if own != other:
@@ -121,10 +120,12 @@ def _check_recipe(
                 f"the state in {path} belongs to {saved.describe()}; it cannot go on under "
                 f"{mask.describe()}"
             )
-    if saved_map is None and feature_map is None:
-        raise ValueError(f"the state in {path} used a feature map of its own: pass feature_map")
     if saved_map is not None and feature_map not in (None, saved_map):
         raise ValueError(f"the state in {path} used feature map {saved_map!r}, not {feature_map!r}")
+    used = feature_map if saved_map is None else saved_map
+    if used is None:
+        raise ValueError(f"the state in {path} used a feature map of its own: pass feature_map")
+    return used
 
 
 def _check_numbers(

@@ -153,7 +153,10 @@ def test_a_compiled_step_is_a_step():
         ({"key_gate": torch.zeros(2)}, r"key_gate must be \(batch, heads"),
         ({"profile": torch.full((2, 2), 7)}, r"\[0, 7\).* from 7 to 7"),
         ({"query_type": torch.full((2, 4), -1)}, r"\[0, 7\).* from -1 to -1"),
-        ({"query_type": torch.zeros(2, 2, dtype=torch.long)}, r"query_type must be .* = \(2, 1, 4\)"),
+        (
+            {"query_type": torch.zeros(2, 2, dtype=torch.long)},
+            r"query_type must be .* = \(2, 1, 4\)",
+        ),
         ({"read_weight": torch.zeros(2, 4)}, "query_type, which is missing"),
     ],
 )
