@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import CustomOpDef
 
-from smat.ops.linear.decay import FORGETS, LogDecay, lower_triangle, split_digits
+from smat.ops.linear.decay import FORGETS, LogDecay, between_pairs
 
 TILES_AT_ONCE = 64  # enough for batched products on all cores, few enough to stay in cache
 
@@ -106,7 +106,8 @@ class TileDecay:
     def inside(self) -> Tensor:
         """The decay between all pairs of tokens, (N, c, c)."""
         since = self.sums.difference(slice(1, None), slice(1))
-        return lower_triangle(*split_digits(since, self.dtype))
+        own = LogDecay(*(x[..., 1:] for x in self.sums))
+        return between_pairs(own, since, self.dtype)
 
     def backward(self, pairs: Tensor, since: Tensor, until: Tensor) -> Tensor:
         """Find the gates' gradient from those of the decays, each times the decay itself.

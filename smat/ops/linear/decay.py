@@ -76,7 +76,7 @@ class ChunkDecay(NamedTuple):
         until = after.total - own.total + (after.lost - own.lost)
         edges = LogDecay(*(x[..., start : stop + 1 : size] for x in decay))
         return cls(
-            lower_triangle(*split_digits(since, dtype)),
+            between_pairs(own, since, dtype),
             decay_factor(since, dtype).unsqueeze(-1),
             decay_factor(until, dtype).unsqueeze(-1),
             lower_triangle(*(x - x[..., :1] for x in edges)).to(dtype),
@@ -86,6 +86,18 @@ class ChunkDecay(NamedTuple):
 def decay_factor(difference: Tensor, dtype: torch.dtype) -> Tensor:
     """Find what is left after gates with a given sum, in fp64."""
     return exp_or_zero(difference.clamp(max=0.0), dtype).to(dtype)
+
+
+def between_pairs(own: LogDecay, since: Tensor, dtype: torch.dtype) -> Tensor:
+    """Multiply the gates between all pairs of a chunk's tokens, (..., t) -> (..., t, t); 0 above.
+
+    ``own`` are the sums at the tokens, ``since`` those since the chunk's start. In fp32 these are
+    split into two numbers, which hold nearly all digits.
+    """
+    if dtype == torch.float64:
+        return lower_triangle(*own)
+    coarse = since.to(dtype)
+    return lower_triangle(coarse, (since - coarse).to(dtype))
 
 
 def lower_triangle(coarse: Tensor, fine: Tensor) -> Tensor:
@@ -117,12 +129,6 @@ def inverse_or_zero(normalizer: Tensor) -> Tensor:
     """
     sees_nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
     return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
-
-
-def split_digits(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Split fp64 numbers into two of a dtype, which together hold nearly all their digits."""
-    coarse = x.to(dtype)
-    return coarse, (x - coarse).to(dtype)
 
 
 @lru_cache(maxsize=64)

@@ -202,7 +202,6 @@ def attend_backward(
         name: torch.empty_like(x, dtype=_wide(x)) for name, x in given.items() if x is not None
     }
     for loaded in _load_slices(inputs, options):
-        part = loaded.part
         grad_y = _division_backward(loaded, grad_out, out, normalizer)
         _slice_backward(loaded, backend, grad_y, grads)
     return {name: grad.to(given[name].dtype) for name, grad in grads.items()}  # type: ignore[union-attr]

@@ -251,7 +251,8 @@ def _attend(
     if types is not None and types.ndim == 3 and weight is not None:
         types, weight = types.unsqueeze(-1), weight.unsqueeze(-1)
     tensors = (
-        q, k, v, *gates, routing.write_weight, weight, routing.profile, types, positions, cu_seqlens,
+        q, k, v, *gates, routing.write_weight, weight, routing.profile, types, positions,
+        cu_seqlens,
     )  # fmt: skip
     recipe = (options.mask.recipe, *options[1:])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):

@@ -1,4 +1,4 @@
-"""A decoder to be killed and to go on: `python -m tests.ops.smat.interrupted_decoding save|load ...`."""
+"""A decoder to be killed and to go on: run as a module with save or load, and paths."""
 
 import os
 import signal
