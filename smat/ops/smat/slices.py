@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-CPU_TOKENS, OTHER_TOKENS = 1 << 16, 1 << 22  # tokens x heads of values of a slice
+CPU_TOKENS, OTHER_TOKENS = 1 << 14, 1 << 22  # tokens x heads of values of a slice
 EVERY = slice(None)
 
 
