@@ -45,8 +45,10 @@ def minimal_attention(
     for segment in mask.segments(length):  # queries with one boundary n
         n, asks = segment.boundary, slice(segment.start, segment.stop)
         window = slice(n, segment.stop)
-        local = causal(*(x[:, :, window] for x in (phi, psi, v_aug, gates)))
-        y = local[:, :, segment.start - n :]
+        recent = causal(
+            phi[:, :, window], psi[:, :, window], v_aug[:, :, window], gates[..., window]
+        )
+        y = recent[:, :, segment.start - n :]
         if n > 0:
             distant = slice(0, n)
             left = (total[..., n, None] - total[..., 1 : n + 1]).exp()  # of each key at n

@@ -1,4 +1,4 @@
-"""Non-negative feature maps for queries and keys (Section 2, finite-feature attention)."""
+"""Non-negative feature maps, and the division by their normaliser (Section 2)."""
 
 from __future__ import annotations
 
@@ -52,6 +52,15 @@ def pointwise_backward_(name: str, value: Tensor, grad: Tensor) -> Tensor:
     if name == "relu":
         return grad.mul_(value > 0)
     return grad
+
+
+def inverse_or_zero(normalizer: Tensor) -> Tensor:
+    """Invert normalisers; a query that saw nothing has normaliser 0 and output 0.
+
+    So has one whose weights all fell below the smallest normal number, where 1 / s overflows.
+    """
+    sees_nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
+    return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
 
 
 class Favor:

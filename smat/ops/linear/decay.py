@@ -122,15 +122,6 @@ def exp_or_zero(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.threshold(x.clamp(min=lowest + 5e-4).exp_(), smallest, 0.0)
 
 
-def inverse_or_zero(normalizer: Tensor) -> Tensor:
-    """Invert normalisers; a query that saw nothing has normaliser 0 and output 0.
-
-    So has one whose weights all fell below the smallest normal number, where 1 / s overflows.
-    """
-    sees_nothing = normalizer.abs() < torch.finfo(normalizer.dtype).tiny
-    return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
-
-
 @lru_cache(maxsize=64)
 def _minus_inf_above(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """-inf above the diagonal, 0 elsewhere."""

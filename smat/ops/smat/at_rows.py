@@ -13,8 +13,7 @@ from torch import Tensor
 from smat.masks import SMatMask
 from smat.ops.linear.decay import LogDecay
 from smat.ops.smat.arguments import check_values, repeat_heads
-from smat.ops.smat.attention import Options
-from smat.ops.smat.routing import Gates, Routing
+from smat.ops.smat.routing import Gates, Options, Routing
 
 MAX_ROWS = 64
 MAX_SCORES = 1 << 24  # (B, H, R, T) weights are held for the backward pass

@@ -7,7 +7,8 @@ nothing as long as the sequence is kept but the arguments, the output and its no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,63 +16,104 @@ from torch import Tensor
 
 from smat.masks import Segment, SMatMask
 from smat.ops.backend import Backend
-from smat.ops.feature_maps import pointwise_backward_, pointwise_rows
+from smat.ops.feature_maps import inverse_or_zero, pointwise_backward_, pointwise_rows
 from smat.ops.linear.causal import CausalGrads
-from smat.ops.linear.decay import FORGETS, LogDecay, inverse_or_zero
-from smat.ops.smat.routing import Gates, Routing
-from smat.ops.smat.slices import HeadSlice, cut_slices
+from smat.ops.linear.decay import FORGETS, LogDecay
+from smat.ops.smat.routing import Inputs, Options, Routing
+
+CPU_TOKENS, OTHER_TOKENS = 1 << 14, 1 << 22  # tokens x heads of values of a slice
+EVERY = slice(None)
 
 
-class Options(NamedTuple):
-    """What the op does, beside its tensors."""
+class HeadSlice(NamedTuple):
+    """Some key heads of some batch rows of one sequence, N in all, with M heads of values each."""
 
-    mask: SMatMask
-    feature_map: str = "elu"
-    normalize: bool = True
-    branch: str = "both"  # or one of "causal" and "long_range"
-    decay_scope: str = "all"  # or "recurrent": distant keys do not decay
-    backend: str = "auto"
+    batch: slice
+    heads: slice
+    values: slice
+    tokens: slice
+    num_heads: int  # of keys, in all
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        """View what keys have, or the G heads of queries of each: (b, h, G, t, ...)."""
+        by_key = x.unflatten(2, (self.num_heads, -1))
+        return _heads_first(by_key[self.batch, self.tokens, self.heads])
+
+    def of_values(self, x: Tensor) -> Tensor:
+        """View what the heads of values have, or the answers: (b, h, M, t, ...)."""
+        by_key = x.unflatten(2, (self.num_heads, -1))
+        return _heads_first(by_key[self.batch, self.tokens, self.heads, self.values])
+
+    def write(self, onto: Tensor, x: Tensor) -> None:
+        """Write what the heads of values have."""
+        view = self.of_values(onto)
+        view.copy_(x.reshape(view.shape))
+
+    def add(self, onto: Tensor, x: Tensor) -> None:
+        """Write what keys and queries have, or add it to what other heads of values gave."""
+        view = self.of_keys(onto)
+        if self.values.start:
+            view += x.reshape(view.shape)
+        else:
+            view.copy_(x.reshape(view.shape))
 
 
-class Inputs(NamedTuple):
-    """The tensors of the op: q (B, T, Hq, K), k (B, T, Hk, K), v (B, T, Hv, V), and per token.
+def _heads_first(x: Tensor) -> Tensor:
+    return x.permute(0, 2, 3, 1, *range(4, x.ndim))
 
-    One of Hq and Hv is Hk, and the larger is H, the heads of the output. Gates, profiles and write
-    weights are (B, T, Hv), the key gate (B, T, Hk), types and read weights (B, T, H) or more.
+
+def cut_slices(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[HeadSlice]:
+    """Cut keys (B, T, Hk, K) and values (B, T, Hv, V) into slices of one sequence each.
+
+    >>> import torch
+    >>> k = torch.empty(1, 1 << 16, 2, 4)  # a head of so many tokens is a slice
+    >>> [part.heads for part in cut_slices(k, k, None)]
+    [slice(0, 1, None), slice(1, 2, None)]
     """
+    num_batch, length, num_heads = k.shape[:3]
+    num_values = v.shape[2] // num_heads
+    edges = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
+    budget = CPU_TOKENS if k.device.type == "cpu" else OTHER_TOKENS
+    for start, stop in itertools.pairwise(edges):
+        if stop == start:
+            continue
+        fits = budget // (stop - start)
+        cuts = (
+            _cut(num_batch, fits // (num_values * num_heads)),
+            _cut(num_heads, fits // num_values),
+            _cut(num_values, fits) if num_values > 1 else [EVERY],
+        )
+        for batch, heads, values in itertools.product(*cuts):
+            yield HeadSlice(batch, heads, values, slice(start, stop), num_heads)
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Gates
-    routing: Routing
-    cu_seqlens: Tensor | None = None
+
+def _cut(total: int, size: int) -> list[slice]:
+    size = max(1, size)
+    return [slice(first, min(first + size, total)) for first in range(0, total, size)]
 
 
 class Loaded:
     """One slice as the branches take it: features, augmented values, gates, and who sees whom."""
 
     def __init__(self, part: HeadSlice, inputs: Inputs, options: Options, mask: SMatMask) -> None:
-        gates, routing = inputs.gates, inputs.routing
-        self.part, self.options, self.mask = part, options, mask
+        self.part, self.options, self.mask, self.given = part, options, mask, inputs.routing
         self.dtype = torch.promote_types(inputs.v.dtype, torch.float32)
+        log_decay, key_gate = inputs.gates
         self.phi = self._features(part.of_keys(inputs.q)).flatten(0, 1)  # (N, G, T, r)
-        self.features = self._features(part.of_keys(inputs.k)).flatten(0, 2)  # (N, T, r)
-        self.key_gate = _rows(gates.key_gate, part.of_keys, self.dtype, 3)
-        self.psi = (
-            self.features if self.key_gate is None else self.features * self.key_gate[..., None]
-        )
+        self.psi = self.features = self._features(part.of_keys(inputs.k)).flatten(0, 2)  # (N, T, r)
+        self.key_gate = None
+        if key_gate is not None:
+            self.key_gate = part.of_keys(key_gate).flatten(0, 2).to(self.dtype).unsqueeze(-1)
+            self.psi = self.features * self.key_gate
         self.v = self._augmented(part.of_values(inputs.v).flatten(0, 1))  # (N, M, T, p)
-        self.log_decay = _rows(gates.log_decay, part.of_values, None, 2)  # (N, M, T)
+        self.log_decay = self._rows(log_decay, None)  # (N, M, T)
         self.decay = None if self.log_decay is None else LogDecay.of(self.log_decay)
-        self.write_weight = _rows(routing.write_weight, part.of_values, self.dtype, 3)
-        self.routing = Routing(
-            _rows(routing.profile, part.of_values, torch.long, 3),
-            self._by_row(_rows(routing.query_type, part.of_values, torch.long, 2)),
-            None,
-            self._by_row(_rows(routing.read_weight, part.of_values, self.dtype, 2)),
-        )
-        self.segments = self._segments(routing)
+        self.write_weight = self._rows(self.given.write_weight, self.dtype)
+        self.segments = self._segments()
+
+    def _rows(self, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+        """Take something of the heads of values, or of the answers: (N, M, T, ...)."""
+        return None if x is None else self.part.of_values(x).flatten(0, 1).to(dtype)
 
     def _features(self, x: Tensor) -> Tensor:
         return pointwise_rows(self.options.feature_map, x, self.dtype)
@@ -85,20 +127,14 @@ class Loaded:
         v_aug[..., -1] = 1
         return v_aug
 
-    def _by_row(self, x: Tensor | None) -> Tensor | None:
-        """(N, G M, T, ...) -> (N M, G, T, ...)."""
-        if x is None:
-            return None
-        return x.reshape(-1, self.phi.shape[1], *x.shape[2:])
-
-    def _segments(self, routing: Routing) -> tuple[Segment, ...]:
+    def _segments(self) -> tuple[Segment, ...]:
         """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
 
         Only weights, several reads, gates of one kind or one branch alone tell distant keys from
         recent ones there.
         """
-        length, types = self.v.shape[2], routing.query_type
-        weighs = routing.write_weight is not None or (types is not None and types.ndim == 4)
+        length, types = self.v.shape[2], self.given.query_type
+        weighs = self.write_weight is not None or (types is not None and types.ndim == 4)
         forgets = self.decay is not None and self.options.decay_scope != "all"
         if self.mask.vc_dim == 1 and not weighs and not forgets and self.options.branch == "both":
             return (Segment(0, self.mask.check_length(length), 0),)
@@ -114,25 +150,25 @@ class Loaded:
         """Whether the long-range branch takes part, and some query sees distant keys."""
         return self.options.branch != "causal" and self.segments[-1].boundary > 0
 
-    def distant_arguments(self) -> tuple[Tensor, Tensor, Tensor, LogDecay | None]:
+    def distant_arguments(self) -> tuple[Tensor, Tensor, Tensor, LogDecay | None, Routing]:
         """Give every head of values a row of its own, as the long range takes them."""
-        num_values = self.v.shape[1]
+        num_values, group = self.v.shape[1], self.phi.shape[1]
         phi = self.phi.unsqueeze(1).expand(-1, num_values, -1, -1, -1).flatten(0, 1)
         psi = self.psi.unsqueeze(1).expand(-1, num_values, -1, -1).flatten(0, 1)
         if self.write_weight is not None:
-            psi = psi * self.write_weight.unsqueeze(-1)
+            psi = psi * self.write_weight.flatten(0, 1).unsqueeze(-1)
         decay = self.decay if self.options.decay_scope == "all" else None
-        return phi, psi, self.v.flatten(0, 1), decay and LogDecay(*(x.flatten(0, 1) for x in decay))
-
-
-def _rows(
-    x: Tensor | None, view: Callable[[Tensor], Tensor], dtype: torch.dtype | None, depth: int
-) -> Tensor | None:
-    """Take a slice of something per token, with its leading dimensions joined."""
-    if x is None:
-        return None
-    rows = view(x).flatten(0, depth - 1)
-    return rows if dtype is None else rows.to(dtype)
+        decay = decay and LogDecay(*(x.flatten(0, 1) for x in decay))
+        profile = self._rows(self.given.profile, torch.long)
+        types, weight = (
+            None if x is None else x.reshape(-1, group, *x.shape[2:])
+            for x in (
+                self._rows(self.given.query_type, torch.long),
+                self._rows(self.given.read_weight, self.dtype),
+            )
+        )
+        routing = Routing(None if profile is None else profile.flatten(0, 1), types, None, weight)
+        return phi, psi, self.v.flatten(0, 1), decay, routing
 
 
 def _load_slices(inputs: Inputs, options: Options) -> Iterator[Loaded]:
@@ -177,9 +213,7 @@ def _add_branches(loaded: Loaded, backend: Backend) -> Tensor:
         y = v.new_zeros(len(v), phi.shape[1] * v.shape[1], *v.shape[2:])
     # Lines 2-4: pool by profile, tabulate, read by type.
     if loaded.has_distant:
-        first, y_long = backend.long_range(
-            *loaded.distant_arguments(), loaded.routing, loaded.mask, segments
-        )
+        first, y_long = backend.long_range(*loaded.distant_arguments(), loaded.mask, segments)
         y[:, :, first:] += y_long.view_as(y[:, :, first:])
     return y
 
@@ -238,15 +272,14 @@ def _slice_backward(
     if loaded.has_distant:
         by_row = grad_y.view(-1, phi.shape[1], *grad_y.shape[2:])
         distant = backend.long_range_backward(
-            *loaded.distant_arguments(), loaded.routing, loaded.mask, segments, by_row
+            *loaded.distant_arguments(), loaded.mask, segments, by_row
         )
         grad_phi += distant.phi.view(v.shape[0], v.shape[1], *phi.shape[1:]).sum(1)
         grad_v += distant.v.view_as(v)
         far = distant.psi.view(*v.shape[:3], -1)
         if loaded.write_weight is not None:
-            weight = loaded.write_weight.view(v.shape[:3])
             part.write(grads["write_weight"], (psi.unsqueeze(1) * far).sum(-1))
-            far = far * weight.unsqueeze(-1)
+            far = far * loaded.write_weight.unsqueeze(-1)
         grad_psi += far.sum(1)
         if grad_gates is not None and distant.log_decay is not None:
             grad_gates = grad_gates + distant.log_decay.view_as(grad_gates)
@@ -260,7 +293,7 @@ def _slice_backward(
         part.write(grads["log_decay"], grad_gates.masked_fill(loaded.log_decay <= FORGETS, 0.0))
     if loaded.key_gate is not None:
         part.add(grads["key_gate"], (loaded.features * grad_psi).sum(-1))
-        grad_psi *= loaded.key_gate.unsqueeze(-1)
+        grad_psi *= loaded.key_gate
     part.add(grads["q"], pointwise_backward_(name, phi, grad_phi))
     part.add(grads["k"], pointwise_backward_(name, loaded.features, grad_psi))
     part.write(grads["v"], grad_v[..., : grads["v"].shape[-1]])

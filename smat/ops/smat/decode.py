@@ -4,61 +4,23 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from os import PathLike
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Self
 
 from smat.masks import SMatMask, SMatWarning
-from smat.ops.feature_maps import FeatureMap
-from smat.ops.linear.decay import inverse_or_zero
+from smat.ops.feature_maps import FeatureMap, inverse_or_zero
 from smat.ops.smat import arguments as check
 from smat.ops.smat.extend import extend_tokens
-from smat.ops.smat.padding import Padding
+from smat.ops.smat.padding import Padding, unpack
 from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Routing
-from smat.ops.smat.state import StateSpec, StateTables, check_dtype
+from smat.ops.smat.state import StateSpec, StateTables, check_dtype, isolated
 from smat.ops.smat.state_io import load_state, save_state
 from smat.ops.smat.step import load_tokens, step_token
-
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
-
-
-def isolated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Keep autograd, autocast and compilers away from the tables of a state.
-
-    >>> @isolated
-    ... def double(x):
-    ...     return 2 * x
-    >>> double(torch.ones(1, requires_grad=True)).requires_grad
-    False
-
-    A compiled model calls a step as it stands, between two graphs: what a compiler would make of
-    writing into one state while another shares its memory never comes up.
-    """
-
-    @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        with torch.no_grad():
-            device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
-            if not torch.is_autocast_enabled(device):
-                return function(*args, **kwargs)
-            with torch.autocast(device, enabled=False):
-                return function(*args, **kwargs)
-
-    @wraps(function)
-    def enter(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        if not torch.compiler.is_compiling():
-            return run(*args, **kwargs)
-        # Only here, since it loads the compiler, which `import smat` must not.
-        uncompiled: Callable[Arguments, Result] = torch.compiler.disable(run)
-        return uncompiled(*args, **kwargs)
-
-    return enter
 
 
 class SMatState(StateTables):
@@ -163,12 +125,16 @@ class SMatState(StateTables):
         """
         tokens_of_row = [k.shape[1]] * len(k) if lengths is None else lengths.tolist()
         if cu_seqlens is not None:
-            _check_packed(mask)
+            if not mask.boundary.horizon_free and mask.vc_dim > 1:
+                raise ValueError(
+                    f"packed sequences cannot share a state under {mask.describe()}: each has "
+                    "tables of its own size; use a boundary that needs no horizon, or pad them"
+                )
             edges = cu_seqlens.tolist()
             tokens_of_row = [stop - start for start, stop in itertools.pairwise(edges)]
-            k, v = _unpack(k, edges), _unpack(v, edges)
-            gates = Gates(*(_unpack(x, edges) for x in gates))
-            routing = Routing(*(_unpack(x, edges) for x in routing))
+            k, v = unpack(k, edges), unpack(v, edges)
+            gates = Gates(*(unpack(x, edges) for x in gates))
+            routing = Routing(*(unpack(x, edges) for x in routing))
         several = routing.query_type is not None and routing.query_type.ndim == 4
         weighted = several or routing.read_weight is not None or routing.write_weight is not None
         state = cls.empty(
@@ -319,23 +285,6 @@ def _warn_kept(mask: SMatMask) -> None:
         SMatWarning,
         stacklevel=6,  # past the layers between this function and the caller of the step
     )
-
-
-def _check_packed(mask: SMatMask) -> None:
-    if not mask.boundary.horizon_free and mask.vc_dim > 1:
-        raise ValueError(
-            f"packed sequences cannot share a state under {mask.describe()}: each has the mask of "
-            "its own length, with tables of its own size; use a boundary that needs no horizon, or "
-            "pad the sequences instead of packing them"
-        )
-
-
-def _unpack(x: Any, edges: list[int]) -> Any:
-    """(1, T, ...) -> (S, longest, ...), zeros behind each sequence."""
-    if x is None:
-        return None
-    parts = [x[0, start:stop] for start, stop in itertools.pairwise(edges)]
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)
 
 
 def _one_token(name: str, x: Tensor | None) -> Any:

@@ -30,7 +30,8 @@ def extend_tokens(
         answer = _absorb(state, cohort, mine, spread)
         if y is not None and answer is not None:
             y[cohort.where, : answer.shape[1]] = answer
-    state.cohorts = gather_cohorts(state.positions, state.built, state.device)
+    if len(state.cohorts) > 1:
+        state.cohorts = gather_cohorts(state.positions, state.built, state.device)
     return y
 
 

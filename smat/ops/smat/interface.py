@@ -10,11 +10,10 @@ from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
 from smat.ops.smat import arguments as check
 from smat.ops.smat.at_rows import attend_few, is_few
-from smat.ops.smat.attention import Options
 from smat.ops.smat.decode import SMatState
 from smat.ops.smat.operator import Attend, attend
 from smat.ops.smat.padding import Padding
-from smat.ops.smat.routing import Gates, Routing
+from smat.ops.smat.routing import Gates, Options, Routing
 
 
 def smat_attention(
@@ -89,6 +88,7 @@ def smat_attention(
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend)
     if positions is not None:
         check.check_positions(positions, k.shape[1])
+        positions = positions.long()
     if cu_seqlens is not None:
         check.check_packing(cu_seqlens, q)
         if attention_mask is not None:
@@ -255,8 +255,9 @@ def _attend(
         cu_seqlens,
     )  # fmt: skip
     recipe = (options.mask.recipe, *options[1:])
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out, _ = Attend.apply(*tensors, *recipe)  # type: ignore[no-untyped-call]
-    else:
+    needs_grad = any(x is not None and x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling() and not needs_grad:  # a compiler wants it so
         out, _ = attend(tensors, *recipe)
+    else:
+        out, _ = Attend.apply(*tensors, *recipe)  # type: ignore[no-untyped-call]
     return out.to(v.dtype)

@@ -14,8 +14,7 @@ from smat.masks import SMatMask
 from smat.ops.backend import choose_backend, say_once
 from smat.ops.smat import attention
 from smat.ops.smat.arguments import check_values
-from smat.ops.smat.attention import Inputs, Options
-from smat.ops.smat.routing import Gates, Routing
+from smat.ops.smat.routing import Gates, Inputs, Options, Routing
 
 # The tensors of the operator, in this order; those with a gradient come first.
 TENSORS = (
@@ -195,6 +194,25 @@ def _(
     return [x.unflatten(0, (info.batch_size, -1)) for x in grads], [0] * len(grads)
 
 
+class Gradient(torch.autograd.Function):
+    """The gradient of the operator, which has none of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, ...]:
+        last = 3 + len(TENSORS)
+        return tuple(attend_backward(args[:3], args[3:last], *args[last:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise NotImplementedError("the second derivative of SMat-Attention is not known")
+
+
 class Attend(torch.autograd.Function):
     """The operator with its gradient; a function of this form serves `torch.func` too."""
 
@@ -213,6 +231,10 @@ class Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Any, ...]:
         out, normalizer, *tensors = ctx.saved_tensors
-        grads = iter(attend_backward([grad_out, out, normalizer], tensors, *ctx.options))
+        answers = (grad_out, out, normalizer)
+        if torch.compiler.is_compiling():  # which differentiates once, and takes it as it is
+            grads = iter(attend_backward(answers, tensors, *ctx.options))
+        else:
+            grads = iter(Gradient.apply(*answers, *tensors, *ctx.options))  # type: ignore[no-untyped-call]
         named = [None if x is None else next(grads) for x in tensors[:NUM_DIFFERENTIABLE]]
         return (*named, *[None] * (len(tensors) + len(ctx.options) - NUM_DIFFERENTIABLE))

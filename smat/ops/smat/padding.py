@@ -1,7 +1,9 @@
-"""Exact padding: real tokens move to the front, padding writes, decays and counts nothing."""
+"""Padding and packing, exactly: real tokens to the front, packed sequences side by side."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,3 +74,16 @@ class Padding:
 
 def _like(real: Tensor, x: Tensor) -> Tensor:
     return real.reshape(*real.shape, *[1] * (x.ndim - 2))
+
+
+def unpack(x: Any, edges: Sequence[int]) -> Any:
+    """Lay packed sequences side by side, (1, T, ...) -> (S, longest, ...), zeros behind each.
+
+    >>> unpack(torch.arange(5)[None], [0, 2, 5])
+    tensor([[0, 1, 0],
+            [2, 3, 4]])
+    """
+    if x is None:
+        return None
+    parts = [x[0, start:stop] for start, stop in itertools.pairwise(edges)]
+    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True)

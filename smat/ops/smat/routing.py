@@ -1,10 +1,12 @@
-"""Who writes where and reads what, and how strongly: the two records that op and state hand on."""
+"""The records that the op hands on: who writes where and reads what, how strongly, and the rest."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from torch import Tensor
+
+from smat.masks import SMatMask
 
 
 class Routing(NamedTuple):
@@ -24,3 +26,29 @@ class Gates(NamedTuple):
 
 
 NO_GATES, POSITIONAL = Gates(), Routing()
+
+
+class Options(NamedTuple):
+    """What the op does, beside its tensors."""
+
+    mask: SMatMask
+    feature_map: str = "elu"
+    normalize: bool = True
+    branch: str = "both"  # or one of "causal" and "long_range"
+    decay_scope: str = "all"  # or "recurrent": distant keys do not decay
+    backend: str = "auto"
+
+
+class Inputs(NamedTuple):
+    """The tensors of the op: q (B, T, Hq, K), k (B, T, Hk, K), v (B, T, Hv, V), and per token.
+
+    One of Hq and Hv is Hk, and the larger is H, the heads of the output. Gates, profiles and write
+    weights are (B, T, Hv), the key gate (B, T, Hk), types and read weights (B, T, H) or more.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gates: Gates
+    routing: Routing
+    cu_seqlens: Tensor | None = None

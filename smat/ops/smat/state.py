@@ -18,8 +18,11 @@ needs at most two open edges; edge i lives in slot ``i % slots``, and segment i 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +35,43 @@ from smat.ops.smat.cohorts import gather_cohorts
 STATES = ("type_table", "profile_table", "recent")
 GATES = ("log_decay", "edge_log_decay", "profile_log_decay")
 FOLDS = ("spread", "at_once")
+
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def isolated(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Keep autograd, autocast and compilers away from the tables of a state.
+
+    >>> @isolated
+    ... def double(x):
+    ...     return 2 * x
+    >>> double(torch.ones(1, requires_grad=True)).requires_grad
+    False
+
+    A compiled model calls a step as it stands, between two graphs: what a compiler would make of
+    writing into one state while another shares its memory never comes up.
+    """
+
+    @wraps(function)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch.no_grad():
+            device = next((x.device.type for x in args if isinstance(x, Tensor)), "cpu")
+            if not torch.is_autocast_enabled(device):
+                return function(*args, **kwargs)
+            with torch.autocast(device, enabled=False):
+                return function(*args, **kwargs)
+
+    @wraps(function)
+    def enter(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if not torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        # Only here, since it loads the compiler, which `import smat` must not.
+        uncompiled: Callable[Arguments, Result] = torch.compiler.disable(run)
+        return uncompiled(*args, **kwargs)
+
+    return enter
 
 
 @dataclass(frozen=True)
@@ -186,9 +226,13 @@ class StateTables:
 
     def fork(self) -> Self:
         """Return a state that shares all memory until one of the two writes to it."""
-        other = self._with(self.tensors, self.positions, self.built)
-        self._shared.update(self.tensors)
-        other._shared.update(self.tensors)
+        other = copy.copy(self)
+        other.tensors, other.cohorts = (
+            dict(self.tensors),
+            [copy.copy(each) for each in self.cohorts],
+        )
+        self._shared = set(self.tensors)
+        other._shared = set(self.tensors)
         return other
 
     # Batch operations.

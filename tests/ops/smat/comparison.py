@@ -9,7 +9,7 @@ import smat
 from smat.geometry import radon
 from smat.ops.feature_maps import Favor
 from smat.ops.linear import chunks
-from smat.ops.smat import groups, long_range, slices
+from smat.ops.smat import attention, groups, long_range
 
 # Relative RMS of the output, and of every gradient.
 TOLERANCE = {
@@ -56,7 +56,7 @@ def poisoned_memory():
 def small_blocks(tile=8, tiles=4, tokens=64, table_bytes=2000):
     """Shrink every block size of the op, so that short sequences take many chunks and slices."""
     sizes = (
-        (chunks, "CHUNK", tile), (chunks, "CPU_TILES", tiles), (slices, "CPU_TOKENS", tokens),
+        (chunks, "CHUNK", tile), (chunks, "CPU_TILES", tiles), (attention, "CPU_TOKENS", tokens),
         (long_range, "TABLE_BYTES", table_bytes), (radon, "SLAB_COLUMNS", (16, 16)),
         (radon, "WHOLE_ELEMENTS", 200), (radon, "STACK_ELEMENTS", 500),
         (groups, "SPARE_SLOTS", 2), (groups, "MAX_SLOTS", 40),

@@ -185,7 +185,7 @@ def test_packed_sequences_become_rows(schedule):
 def test_packed_sequences_under_a_fixed_mask_are_refused():
     mask = smat.SMatMask(97, 2, 8)
     inputs = make_case(mask, 97, batch=1)
-    with pytest.raises(ValueError, match=r"T = 97, d = 2.*its own length"):
+    with pytest.raises(ValueError, match=r"T = 97, d = 2.*tables of its own size"):
         prefill(inputs, mask, cu_seqlens=torch.tensor([0, 40, 97]))
 
 
