@@ -1,5 +1,6 @@
 """A saved state goes on in another process, bit by bit, and only under its own mask."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -145,3 +146,72 @@ def test_files_of_another_kind_or_version_are_refused(tmp_path):
     save_file({"weight": torch.zeros(2)}, tmp_path / "other")
     with pytest.raises(ValueError, match="but it says None version None"):
         smat.SMatState.load(tmp_path / "other")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_flipped_bit_or_a_cut_is_noticed(seed, tmp_path):
+    _, path = saved(tmp_path)
+    content = bytearray(path.read_bytes())
+    random = torch.Generator().manual_seed(seed)
+    place = int(torch.randint(8 * len(content), (1,), generator=random))
+    content[place // 8] ^= 1 << place % 8
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="state"):
+        smat.SMatState.load(path)
+    content[place // 8] ^= 1 << place % 8
+    path.write_bytes(bytes(content[: 1 + place // 8]))
+    with pytest.raises(ValueError, match="state"):
+        smat.SMatState.load(path)
+
+
+@pytest.mark.parametrize("offset", [0, 30, 200, 500, 900])
+def test_a_flipped_bit_of_the_description_is_noticed(offset, tmp_path):
+    _, path = saved(tmp_path)
+    for bit in range(8):
+        content = bytearray(path.read_bytes())
+        content[offset] ^= 1 << bit
+        path.write_bytes(bytes(content))
+        with pytest.raises(ValueError, match="state"):
+            smat.SMatState.load(path)
+        content[offset] ^= 1 << bit
+        path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"positions": [10**9, 3]}, None),
+        ({"positions": [2**61, 3]}, "positions"),
+        ({"positions": [-1, 3]}, "positions"),
+        ({"positions": [3]}, "positions"),
+        ({"positions": [3.0, 3]}, "positions"),
+        ({"built": [-1, 0]}, "built"),
+        ({"built": [10**6, 0]}, "slabs"),
+        ({"spec": {"heads": 0}}, "no complete state|heads"),
+        ({"mask": None}, "no complete state"),
+    ],
+)
+def test_numbers_that_no_state_has_are_refused(change, message, tmp_path):
+    mask = smat.SMatMask(97, 2, 8, boundary=smat.schedules.window(8))
+    _, state = prefill(make_case(mask, 60), mask)
+    path = tmp_path / "state"
+    state.save(path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["state"])
+    rewrite(path, state=json.dumps(about | change))
+    if message is None:  # far along, but not wrong: it must answer at once
+        far = smat.SMatState.load(path)
+        assert far.positions == [10**9, 3]
+        return
+    with pytest.raises(ValueError, match=message):
+        smat.SMatState.load(path)
+
+
+def test_a_description_with_a_part_missing_is_refused(tmp_path):
+    _, path = saved(tmp_path)
+    with safe_open(path, "pt") as file:
+        about = json.loads(file.metadata()["state"])
+    for name in about:
+        rewrite(path, state=json.dumps({key: x for key, x in about.items() if key != name}))
+        with pytest.raises(ValueError, match="no complete state"):
+            smat.SMatState.load(path)
