@@ -17,7 +17,7 @@ from smat.ops.feature_maps import FeatureMap, inverse_or_zero
 from smat.ops.smat import arguments as check
 from smat.ops.smat.extend import extend_tokens
 from smat.ops.smat.padding import Padding, unpack
-from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Routing
+from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Routing, sort_per_token
 from smat.ops.smat.state import StateSpec, StateTables, check_dtype, isolated
 from smat.ops.smat.state_io import load_state, save_state
 from smat.ops.smat.step import load_tokens, step_token
@@ -202,14 +202,9 @@ class SMatState(StateTables):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        log_decay: Tensor | None = None,
-        key_gate: Tensor | None = None,
-        write_weight: Tensor | None = None,
-        profile: Tensor | None = None,
-        query_type: Tensor | None = None,
-        read_weight: Tensor | None = None,
         attention_mask: Tensor | None = None,
         inplace: bool = False,
+        **per_token: Tensor | None,
     ) -> tuple[Tensor, Self]:
         """Take in several tokens, (B, T, heads, .), as one long prefill would.
 
@@ -225,8 +220,7 @@ class SMatState(StateTables):
 
         The arguments of ``step`` with a time axis. ``attention_mask`` (B, T) is 0 for padding.
         """
-        gates = Gates(log_decay, key_gate)
-        routing = Routing(profile, query_type, write_weight, read_weight)
+        gates, routing = sort_per_token("extend", per_token)
         check.check_qkv(q, k, v)
         lengths, padding = [k.shape[1]] * len(k), None
         if attention_mask is not None:

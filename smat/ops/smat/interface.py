@@ -13,7 +13,7 @@ from smat.ops.smat.at_rows import attend_few, is_few
 from smat.ops.smat.decode import SMatState
 from smat.ops.smat.operator import Attend, attend
 from smat.ops.smat.padding import Padding
-from smat.ops.smat.routing import Gates, Options, Routing
+from smat.ops.smat.routing import Gates, Options, Routing, sort_per_token
 
 
 def smat_attention(
@@ -129,17 +129,12 @@ def smat_attention_at(
     positions: Tensor,
     *,
     feature_map: FeatureMap = "elu",
-    log_decay: Tensor | None = None,
-    key_gate: Tensor | None = None,
-    write_weight: Tensor | None = None,
-    profile: Tensor | None = None,
-    query_type: Tensor | None = None,
-    read_weight: Tensor | None = None,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
     branch: str = "both",
     decay_scope: str = "all",
     backend: str = "auto",
+    **per_token: Tensor | None,
 ) -> Tensor:
     """Attend from a few queries (B, R, H, K) that stand at given positions (R,) among the keys.
 
@@ -151,11 +146,10 @@ def smat_attention_at(
     >>> torch.allclose(some, smat.smat_attention(q, k, v, mask)[0][:, rows], atol=1e-5)
     True
 
-    The arguments of `smat_attention`; query_type and read_weight are given at these positions too.
-    It is for layers that need no query elsewhere: they neither project nor hold one.
+    The arguments of `smat_attention`: gates, profile and write_weight for all tokens, query_type
+    and read_weight at these positions. It is for layers that need no query elsewhere.
     """
-    gates = Gates(log_decay, key_gate)
-    routing = Routing(profile, query_type, write_weight, read_weight)
+    gates, routing = sort_per_token("smat_attention_at", per_token)
     check.check_tensor("k", k, "floating-point")
     check.check_positions(positions, k.shape[1] if k.ndim > 1 else 0)
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend, len(positions))

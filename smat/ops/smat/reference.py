@@ -21,6 +21,11 @@ _FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+_PER_TOKEN = (
+    "log_decay", "key_gate", "write_weight", "profile", "query_type", "read_weight",
+)  # fmt: skip
+
+
 def reference_attention(
     q: Tensor,
     k: Tensor,
@@ -28,17 +33,13 @@ def reference_attention(
     mask: Any,
     *,
     feature_map: FeatureMap = "elu",
-    log_decay: Tensor | None = None,
-    key_gate: Tensor | None = None,
-    write_weight: Tensor | None = None,
-    profile: Tensor | None = None,
-    query_type: Tensor | None = None,
-    read_weight: Tensor | None = None,
     normalize: bool = True,
     positions: Tensor | None = None,
     attention_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     branch: str = "both",
+    decay_scope: str = "all",
+    **per_token: Tensor | None,
 ) -> Tensor:
     """Attend densely: the arguments of ``smat_attention``, the output alone.
 
@@ -53,10 +54,10 @@ def reference_attention(
 
     o_i = sum_j M_ij (phi_i . psi_j) v_j / sum_j M_ij (phi_i . psi_j), equation 3.
     """
-    per_token = {
-        "log_decay": log_decay, "key_gate": key_gate, "write_weight": write_weight,
-        "profile": profile, "query_type": query_type, "read_weight": read_weight,
-    }  # fmt: skip
+    strange = set(per_token) - set(_PER_TOKEN)
+    if strange:
+        raise TypeError(f"reference_attention takes no argument {', '.join(sorted(strange))}")
+    per_token = {name: per_token.get(name) for name in _PER_TOKEN}
     if v.shape[2] > k.shape[2]:  # heads of values that share a query and a key
         q, k = (x.repeat_interleave(v.shape[2] // k.shape[2], 2) for x in (q, k))
     phi, psi = _features(feature_map, q), _features(feature_map, k)
@@ -66,7 +67,7 @@ def reference_attention(
             name: None if value is None else value[row, index] for name, value in per_token.items()
         }
         arrays = phi[row, index], psi[row, index], v[row, index]
-        dense = _attend(*arrays, row_mask, normalize, branch, taken)
+        dense = _attend(*arrays, row_mask, normalize, branch, decay_scope, taken)
         out = out.index_put((torch.full_like(index, row), index), dense)
     return out if positions is None else out[:, positions]
 
@@ -106,6 +107,7 @@ def _attend(
     mask: Any,
     normalize: bool,
     branch: str,
+    decay_scope: str,
     per_token: dict[str, Any],
 ) -> Tensor:
     """Attend within one sequence, (T, H, .) -> (T, H, V)."""
@@ -126,7 +128,8 @@ def _attend(
     if given["write_weight"] is not None:
         weights = torch.where(distant, weights * given["write_weight"].T[:, None, :], weights)
     if given["log_decay"] is not None:
-        weights = weights * _decay(given["log_decay"])
+        keeps = distant & (decay_scope == "recurrent")
+        weights = weights * torch.where(keeps, 1, _decay(given["log_decay"]))
     if given["key_gate"] is not None:
         psi = psi * given["key_gate"].unsqueeze(-1)
     scores = torch.einsum("ihr,jhr->hij", phi, psi) * weights

@@ -28,6 +28,20 @@ class Gates(NamedTuple):
 NO_GATES, POSITIONAL = Gates(), Routing()
 
 
+def sort_per_token(function: str, given: dict[str, Tensor | None]) -> tuple[Gates, Routing]:
+    """Sort keyword arguments into gates and routing.
+
+    >>> sort_per_token("step", {"cu_seqlen": None})
+    Traceback (most recent call last):
+    TypeError: step takes no argument cu_seqlen
+    """
+    strange = sorted(set(given) - {*Gates._fields, *Routing._fields})
+    if strange:
+        raise TypeError(f"{function} takes no argument {', '.join(strange)}")
+    gates, routing = ([given.get(name) for name in kind._fields] for kind in (Gates, Routing))
+    return Gates(*gates), Routing(*routing)
+
+
 class Options(NamedTuple):
     """What the op does, beside its tensors."""
 

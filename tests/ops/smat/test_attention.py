@@ -131,6 +131,7 @@ def cases(draw, dtype):
     inputs |= draw_gates(draw, shape, group, generator)
     inputs |= draw_routing(draw, mask, shape, group, "cu_seqlens" in options, generator)
     options["normalize"] = draw(st.booleans())
+    options["decay_scope"] = draw(st.sampled_from(["all", "all", "recurrent"]))
     features = ["elu", "favor", torch.nn.functional.softplus]
     if not options["normalize"]:
         features += ["identity", "relu"]

@@ -6,7 +6,16 @@ import torch
 import smat
 from smat.masks import type_through_cell
 from tests.ops.smat.comparison import mild_gates, relative_rms
-from tests.ops.smat.decoding import at, decode, empty_for, make_case, prefill, span, worst_row
+from tests.ops.smat.decoding import (
+    SCHEDULES,
+    at,
+    decode,
+    empty_for,
+    make_case,
+    prefill,
+    span,
+    worst_row,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
@@ -185,3 +194,18 @@ def test_bad_states_are_refused():
     token = torch.zeros(1, 2, 4)
     with pytest.raises(ValueError, match="weighted=True"):
         plain.step(token, token, token, write_weight=torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("branch", ["both", "causal", "long_range"])
+@pytest.mark.parametrize("scope", ["all", "recurrent"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_steps_serve_one_branch_and_either_scope_of_decay(schedule, scope, branch):
+    mask = smat.SMatMask(97, 2, 8, boundary=SCHEDULES[schedule])
+    inputs = make_case(mask, 97, "gated and routed")
+    options = {"branch": branch, "decay_scope": scope, "normalize": False}
+    whole = smat.reference_attention(mask=mask, **inputs, **options)
+    found, _ = decode(empty_for(mask, inputs, **options), inputs)
+    assert worst_row(found, whole) <= 1e-12
+    for split in (20, 60):
+        _, state = prefill(span(inputs, 0, split), mask, **options)
+        assert worst_row(decode(state, inputs, split)[0], whole[:, split:]) <= 1e-12
