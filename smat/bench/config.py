@@ -13,19 +13,10 @@ Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 Context = Annotated[int, Field(ge=8)]
 Schedule = Literal["fixed", "window"]
-
-
-def _read_case(given: object) -> object:
-    """Take "17,4" apart, a field size and a VC dimension."""
-    if not isinstance(given, str):
-        return given
-    numbers = given.split(",")
-    if len(numbers) != 2 or not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(f"a case is a field size and a VC dimension, as 17,4, not {given!r}")
-    return tuple(int(number) for number in numbers)
-
-
-Case = Annotated[tuple[int, int], BeforeValidator(_read_case)]
+# A field size and a VC dimension; the command line has them as "17,4".
+Case = Annotated[
+    tuple[int, int], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)
+]
 
 BUDGET = "Seconds after which a candidate leaves, with 3 runs or more."
 # What `--preset` fills in where an option is not given.
@@ -59,7 +50,11 @@ class BenchConfig(BaseModel):
 
 
 class TabulateConfig(BenchConfig):
-    """Which geometries (q, d) to tabulate; `dense_limit` counts in MB."""
+    """Time tabulation: the factored form, Algorithm 2 and the dense product.
+
+    Kept: the bytes of index tables or of the fp32 incidence matrix. Working: the rise of the
+    resident set of a fresh process in one run, with input, output and kept tables already there.
+    """
 
     cases: tuple[Case, ...] = option(
         ((37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5)),
@@ -90,7 +85,12 @@ class HeadsConfig(BenchConfig):
 
 
 class PrefillConfig(HeadsConfig):
-    """Lengths and variants of the op; `softmax_heads` are timed for both sides of that ratio."""
+    """Time the op forward, beside causal softmax, d = 1 and a matrix product.
+
+    x d=1: with the same gates. x plain: the same d without gates, boundary fixed. softmax x: how
+    many times longer causal softmax takes. Peak extra: resident set of a fresh process beyond
+    inputs and outputs; bound: (T^(1-1/d) + T/c) r p + c^2 words a head. Faults: page faults a run.
+    """
 
     backward: ClassVar[bool] = False
 
@@ -128,10 +128,8 @@ class PrefillConfig(HeadsConfig):
 
     @model_validator(mode="after")
     def _check(self) -> PrefillConfig:
-        if self.compared_heads > self.heads:
-            raise ValueError(
-                f"softmax_heads must lie in 1..{self.heads}, but it is {self.softmax_heads}"
-            )
+        if (few := self.compared_heads) > self.heads:
+            raise ValueError(f"softmax_heads must lie in 1..{self.heads}, but it is {few}")
         if len(set(self.seq_lens)) != len(self.seq_lens):
             raise ValueError(f"each length may be given once, but they are {list(self.seq_lens)}")
         if self.steps and self.schedules and "window" not in self.schedules:
@@ -153,7 +151,11 @@ class PrefillConfig(HeadsConfig):
     @property
     def compared_heads(self) -> int:
         """The heads with which the op and softmax are compared."""
-        return self.heads if self.softmax_heads is None else self.softmax_heads
+        return self.softmax_heads or self.heads
+
+    def compares_softmax(self, seq_len: int) -> bool:
+        """Whether softmax is timed at a length."""
+        return self.against == "sdpa" and seq_len <= self.softmax_up_to
 
     def record(self) -> dict[str, Any]:
         asked = {"backward": self.backward, "gates": self.gates, "window_steps": self.window_steps}
@@ -161,7 +163,7 @@ class PrefillConfig(HeadsConfig):
 
 
 class TrainConfig(PrefillConfig):
-    """The same with the backward pass."""
+    """Time the op forward and backward; the columns are those of smat bench prefill."""
 
     backward: ClassVar[bool] = True
 
@@ -169,7 +171,12 @@ class TrainConfig(PrefillConfig):
 
 
 class DecodeConfig(HeadsConfig):
-    """Contexts, VC dimensions and batches; `max_gb` is for all states alive."""
+    """Time one token of decoding against the context, beside softmax with a KV cache.
+
+    x shortest: to the shortest context, timed in turns with it. Slowest: one step of the first
+    pass. Slowest / median: of a window's steps around a move of its boundary, each the fastest of
+    all passes.
+    """
 
     contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = option(
         (1024, 4096, 16384, 65536, 262144), "Tokens in the context; repeatable.", "context"
@@ -188,17 +195,12 @@ class DecodeConfig(HeadsConfig):
         None, "GB for all states at once (70 % of what is free).", recorded=False
     )
 
-    @property
-    def max_bytes(self) -> int | None:
-        """The limit in bytes, where one was given."""
-        return None if self.max_gb is None else int(self.max_gb * 1e9)
-
     def record(self) -> dict[str, Any]:
-        return {**super().record(), "max_bytes": self.max_bytes}
+        return {**super().record(), "max_bytes": self.max_gb and int(self.max_gb * 1e9)}
 
 
 class LayersConfig(BenchConfig):
-    """Heads of one width, with one state of width x width each."""
+    """Time Mamba-2 and Gated DeltaNet beside transformers, and with a learned memory."""
 
     seq_len: Count = option(4096, "Sequence length T.")
     batch: Count = option(1, "Sequences at once.")

@@ -18,7 +18,6 @@ from torch import Tensor
 from smat.extras import require
 from smat.masks import boundary
 from smat.masks.mask import SMatMask, SMatWarning
-from smat.report.bench_table import count_heads, format_sizes
 from smat.report.records import Record, is_loss
 
 if TYPE_CHECKING:
@@ -242,13 +241,15 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
     decoding = result["benchmark"] == "decode"
     batches = sorted({row["batch"] for row in rows}) if decoding else [config["batch"]]
     what = "decoding" if decoding else "forward" + " + backward" * (result["benchmark"] == "train")
+    sizes = f"{_heads(config['heads'])}, K = {config['key_dim']}, V = {config['value_dim']}"
+    sizes += f", {config['dtype']}"
     with _style():
         figure = _figure(4.6 * len(batches) + 1.8, 4.3)
         panels = figure.subplots(1, len(batches), squeeze=False)[0]
         for axes, batch in zip(panels, batches, strict=True):
             same = [row for row in rows if row["batch"] == batch] if decoding else rows
             _draw_times(axes, same, "context" if decoding else "seq_len")
-            axes.set_title(f"{what}, {format_sizes(config)}, batch {batch}", fontsize=9)
+            axes.set_title(f"{what}, {sizes}, batch {batch}", fontsize=9)
             axes.set_xlabel("context, tokens" if decoding else "tokens T")
             axes.set_ylabel("milliseconds a token" if decoding else "milliseconds")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
@@ -267,7 +268,7 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
             [1e3 * row["timing"][field] for row in same] for field in ("low", "median", "high")
         )
         heads = first.get("heads", num_heads)
-        label = name if heads == num_heads else f"{name}, {count_heads(heads)}"
+        label = name if heads == num_heads else f"{name}, {_heads(heads)}"
         colour = GREY if first["vc_dim"] is None else COLOURS[(first["vc_dim"] - 1) % 5]
         line = LINES[bool(first.get("gated")) + 2 * (first.get("window_step") is not None)]
         axes.plot(x, middle, line, color=colour, marker="o", label=label)
@@ -281,6 +282,10 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
     axes.yaxis.set_major_formatter("{x:g}")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(NullLocator())
+
+
+def _heads(heads: int) -> str:
+    return f"{heads} head{'s' * (heads != 1)}"
 
 
 def _band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:
