@@ -12,7 +12,6 @@ import math
 import multiprocessing
 import os
 import platform
-import resource
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -156,6 +155,8 @@ def sum_up(readings: Sequence[Reading]) -> Timing:
 
 def read_once(call: Call, device: torch.device = CPU) -> Reading:
     """Call once; giving the result's memory back is not timed."""
+    import resource  # which not every system has
+
     before, start = resource.getrusage(resource.RUSAGE_SELF), perf_counter()
     result = call()
     if device.type == "cuda":

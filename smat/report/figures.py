@@ -202,17 +202,14 @@ def line_looks(arms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def over_seeds(points: DataFrame, quantity: str) -> DataFrame:
-    """Join the curves of several seeds at the steps where every one has a number."""
-    joined = points.groupby("step")[quantity].agg(["mean", "min", "max", "count"])
-    return joined[(joined["count"] > 0) & (joined["count"] == joined["count"].max())]
-
-
 def _draw_curves(
     axes: Axes, points: DataFrame, quantity: str, looks: Mapping[str, dict[str, Any]]
 ) -> None:
     for arm, look in looks.items():
-        curve = over_seeds(points[points["arm"] == arm], quantity)
+        by_step = points[points["arm"] == arm].groupby("step")[quantity]
+        curve = by_step.agg(["mean", "min", "max", "count"])
+        # The seeds meet at the steps where every one has a number.
+        curve = curve[(curve["count"] > 0) & (curve["count"] == curve["count"].max())]
         axes.plot(curve["mean"], marker="o" if len(curve) == 1 else None, **look)
         if (curve["min"] < curve["max"]).any():
             _band(axes, curve.index, curve["min"], curve["max"], look["color"])
@@ -241,15 +238,14 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
     decoding = result["benchmark"] == "decode"
     batches = sorted({row["batch"] for row in rows}) if decoding else [config["batch"]]
     what = "decoding" if decoding else "forward" + " + backward" * (result["benchmark"] == "train")
-    sizes = f"{_heads(config['heads'])}, K = {config['key_dim']}, V = {config['value_dim']}"
-    sizes += f", {config['dtype']}"
+    sizes = "K = {key_dim}, V = {value_dim}, {dtype}".format_map(config)
     with _style():
         figure = _figure(4.6 * len(batches) + 1.8, 4.3)
         panels = figure.subplots(1, len(batches), squeeze=False)[0]
         for axes, batch in zip(panels, batches, strict=True):
             same = [row for row in rows if row["batch"] == batch] if decoding else rows
             _draw_times(axes, same, "context" if decoding else "seq_len")
-            axes.set_title(f"{what}, {sizes}, batch {batch}", fontsize=9)
+            axes.set_title(f"{what}, {_heads(config['heads'])}, {sizes}, batch {batch}", fontsize=9)
             axes.set_xlabel("context, tokens" if decoding else "tokens T")
             axes.set_ylabel("milliseconds a token" if decoding else "milliseconds")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
@@ -264,9 +260,10 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
     for name in dict.fromkeys(row["name"] for row in rows):
         same = sorted((row for row in rows if row["name"] == name), key=lambda row: row[length])
         first, x = same[0], [row[length] for row in same]
-        low, middle, high = (
-            [1e3 * row["timing"][field] for row in same] for field in ("low", "median", "high")
-        )
+        times = [
+            [1e3 * row["timing"][field] for field in ("low", "median", "high")] for row in same
+        ]
+        low, middle, high = zip(*times, strict=True)
         heads = first.get("heads", num_heads)
         label = name if heads == num_heads else f"{name}, {_heads(heads)}"
         colour = GREY if first["vc_dim"] is None else COLOURS[(first["vc_dim"] - 1) % 5]

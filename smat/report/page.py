@@ -27,24 +27,12 @@ FIGURES = "report-figures"
 
 
 @dataclass(frozen=True)
-class PresetTable:
-    """The table of one preset, how many of its runs are done, and how many are out of date."""
-
-    preset: str
-    table: tables.ResultTable
-    loads: tables.Table | None
-    progress: str
-    stale: str
-    picture: str  # the file name of its learning curves
-
-
-@dataclass(frozen=True)
 class Section:
     """One experiment: its task, its tables, and what the paper has about it."""
 
     experiment: Experiment
     task: str
-    tables: Sequence[PresetTable]
+    tables: Sequence[tables.ResultTable]
     not_run: Sequence[str]
     sources: Sequence[str]
     details: Sequence[PaperTable]
@@ -82,11 +70,10 @@ def save_report(out: Path, content: Content) -> Path:
     templates = _templates()
     drawn = {"masks.svg": figures.mask_figure(figures.example_masks())}
     for section in content.sections:
-        for shown in section.tables:
-            figure = figures.curves_figure(
-                shown.table.records, section.experiment.arms, shown.table.cells
-            )
-            drawn |= {shown.picture: figure} if figure else {}
+        for table in section.tables:
+            arms = section.experiment.arms
+            if figure := figures.curves_figure(table.records, arms, table.cells):
+                drawn[picture_name(section.experiment, table.preset)] = figure
     pictures = {name: figures.figure_svg(figure) for name, figure in drawn.items()}
     for name, svg in pictures.items():
         write_atomically(out / FIGURES / name, svg.encode())
@@ -106,7 +93,8 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals.update(tables=tables, records=records, text_tables=text_tables, prose=prose)
+    templates.globals.update(tables=tables, records=records, text_tables=text_tables)
+    templates.globals.update(prose=prose, progress=progress, picture_name=picture_name)
     templates.filters["md"] = text_tables.escape_markdown
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
     return templates
@@ -121,21 +109,34 @@ def prose(text: str) -> str:
     return MarkdownIt("zero").enable(["list", "backticks"]).render(text)
 
 
+def progress(experiment: Experiment, table: tables.ResultTable) -> str:
+    """Say how many of the runs of a preset are done."""
+    keys = {record.key for record in table.records}
+    runs = experiment.runs(table.preset, None) if table.preset in experiment.presets else []
+    done = f"{sum(run.key in keys for run in runs)} of {len(runs)}"
+    return done if runs else f"{len(table.records)} runs"
+
+
+def picture_name(experiment: Experiment, preset: str) -> str:
+    """Name the file of a preset's learning curves."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-curves") + ".svg"
+
+
 def _section(experiment: Experiment, found: Sequence[Record], paper: Published) -> Section:
     """Show the presets that have records, and one that the paper's numbers stand beside."""
     presets = list(experiment.presets)
     ran = sorted({r.run.preset for r in found if r.run.experiment == experiment.name})
-    shown = [_preset_table(experiment, preset, found, paper) for preset in ran]
-    compared = any(tables.PAPER in set(table.table.numbers["kind"]) for table in shown)
+    shown = [tables.result_table(experiment, preset, found, paper) for preset in ran]
+    compared = any(tables.PAPER in set(table.numbers["kind"]) for table in shown)
     if not compared and presets[-1] not in ran:
-        shown.append(_preset_table(experiment, presets[-1], found, paper))
-    most = max(table.table.num_filled for table in shown)
+        shown.append(tables.result_table(experiment, presets[-1], found, paper))
+    most = max(table.num_filled for table in shown)
 
-    def rank(table: PresetTable) -> tuple[bool, int]:
+    def rank(table: tables.ResultTable) -> tuple[bool, int]:
         # The largest settings first; but a single run at the paper's settings must not push a
         # whole table of smaller ones down the page.
         place = presets.index(table.preset) if table.preset in presets else -1
-        return 2 * table.table.num_filled < most, -place
+        return 2 * table.num_filled < most, -place
 
     shown.sort(key=rank)
     first = shown[0].preset if shown[0].preset in presets else presets[-1]
@@ -147,21 +148,4 @@ def _section(experiment: Experiment, found: Sequence[Record], paper: Published) 
         [preset for preset in presets if preset not in {table.preset for table in shown}],
         [table["source"] for table in published.reproduced_tables(experiment, paper)],
         published.detail_tables(experiment, paper),
-    )
-
-
-def _preset_table(
-    experiment: Experiment, preset: str, found: Sequence[Record], paper: Published
-) -> PresetTable:
-    table = tables.result_table(experiment, preset, found, paper)
-    keys = {record.key for record in table.records}
-    runs = experiment.runs(preset, None) if preset in experiment.presets else []
-    done = f"{sum(run.key in keys for run in runs)} of {len(runs)}"
-    return PresetTable(
-        preset,
-        table,
-        tables.load_table(experiment, preset, found),
-        done if runs else f"{len(table.records)} runs",
-        records.stale_note(table.records, experiment, preset),
-        re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-curves") + ".svg",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
@@ -28,10 +28,7 @@ def load_published() -> Published:
 
 
 def published_keys(experiment: Experiment) -> list[str]:
-    """Return the labels of the paper's tables that an experiment reproduces, the main one first.
-
-    An experiment names one label or several, separated by commas.
-    """
+    """Return the labels of the paper's tables that an experiment reproduces, the main one first."""
     return [label.strip() for label in (experiment.published or "").split(",") if label.strip()]
 
 
@@ -66,16 +63,14 @@ def text_at(table: PaperTable, arm: str, cell: str) -> str:
     words = table.get("text", {}).get(arm, {}).get(cell)
     if words is not None:
         return NOTHING if words == "-" else words
+    values = table["values"]
+    line = values.get(arm, {})
     by_row = table.get("unit") == ROW_UNITS
-    near = [(arm, x) for x in table["columns"]] if by_row else [(x, cell) for x in table["rows"]]
-    decimals = max(_decimals(number) for place in near for number in _pair(table, *place))
-    numbers = [number for number in _pair(table, arm, cell) if number is not None]
+    near = line.values() if by_row else [each.get(cell, ()) for each in values.values()]
+    decimals = max((_decimals(number) for pair in near for number in pair), default=0)
+    numbers = [number for number in line.get(cell, ()) if number is not None]
     texts = [f"{x:.{decimals}f}" if _decimals(x) else repr(x) for x in numbers]
     return " ± ".join(texts) or NOTHING
-
-
-def _pair(table: PaperTable, arm: str, cell: str) -> Sequence[float | None]:
-    return table["values"].get(arm, {}).get(cell) or (None, None)
 
 
 def _decimals(number: float | None) -> int:

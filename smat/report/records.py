@@ -61,7 +61,7 @@ def load_records(roots: Iterable[str | Path]) -> list[Record]:
     is skipped with a warning that names it.
     """
     found: dict[RunName, Record] = {}
-    for path in (path for root in roots for path in _files(Path(root))):
+    for path in (path for root in map(Path, roots) for path in _files(root)):
         try:
             record = Record.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
@@ -106,13 +106,12 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
     if not records:
         return {"runs": "none"}
     minutes = [record.minutes for record in records]
+    least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
     took = f"{format_minutes(sum(minutes))} in all"
-    if len(minutes) > 1:
-        least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
-        extremes = f" ({least} to {most})" if least != most else ""
-        took += f", {format_minutes(fmean(minutes))} a run{extremes}"
-    full = dict.fromkeys(record.commit for record in records if record.commit)
-    commits = list(dict.fromkeys(name[:10] + "+" * name.endswith("+") for name in full))
+    took += f", {format_minutes(fmean(minutes))} a run" if len(minutes) > 1 else ""
+    took += f" ({least} to {most})" if least != most else ""
+    names = [record.commit for record in records if record.commit]
+    commits = list(dict.fromkeys(name[:10] + "+" * name.endswith("+") for name in names))
     if len(commits) > 4:
         commits = [*commits[:2], f"{commits[2]} and {len(commits) - 3} more"]
     days = sorted({record.finished[:10] for record in records if record.finished})
@@ -168,8 +167,7 @@ def format_value(mean: float, std: float | None = None, decimals: int = 1) -> st
     >>> format_value(98.25, 0.4), format_value(46.55), format_value(-0.001)
     ('98.3 ± 0.4', '46.6', '0.0')
 
-    What is rounded are the digits that Python prints: the 46.55 of a paper becomes 46.6, although
-    the nearest binary fraction lies below it.
+    Rounded are the digits that Python prints: 46.55 becomes 46.6, though its binary form is less.
     """
     unit = Decimal(1).scaleb(-decimals)
     numbers = [number for number in (mean, std) if number is not None and not isnan(number)]

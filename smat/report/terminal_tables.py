@@ -49,10 +49,9 @@ def rows_table(title: str, rows: Sequence[Row], ruled_by: str | None = None) -> 
 
 def worst_checks(checks: Sequence[Row]) -> list[Row]:
     """Keep, of the checks of each name, the one whose error is largest beside its tolerance."""
-    worst: dict[str, Row] = {}
-    for check in sorted(checks, key=lambda check: check["error"] / check["tolerance"]):
-        worst[check["name"]] = check
-    return list(worst.values())
+    by_error = sorted(checks, key=lambda check: check["error"] / check["tolerance"])
+    worst = {check["name"]: check for check in by_error}  # the last one counts
+    return [worst[name] for name in dict.fromkeys(check["name"] for check in checks)]
 
 
 def _text(name: str, value: str | float | None) -> str:
