@@ -5,19 +5,21 @@ A field has one name in the record and may have another on the command line, its
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
-Context = Annotated[int, Field(ge=8)]
+Contexts = Annotated[tuple[Annotated[int, Field(ge=8)], ...], Field(min_length=1)]
 Schedule = Literal["fixed", "window"]
+Schedules = Annotated[tuple[Schedule, ...], Field(min_length=1)]
 # A field size and a VC dimension; the command line has them as "17,4".
-Case = Annotated[
-    tuple[int, int], BeforeValidator(lambda x: x.split(",") if isinstance(x, str) else x)
-]
-
+Comma = BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+Case = Annotated[tuple[int, int], Comma]
+CONTEXTS = 1024, 4096, 16384, 65536, 262144
+CASES = (37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5)
 BUDGET = "Seconds after which a candidate leaves, with 3 runs or more."
 # What `--preset` fills in where an option is not given.
 PRESETS: dict[str | None, dict[str, Any]] = {
@@ -31,6 +33,9 @@ PRESETS: dict[str | None, dict[str, Any]] = {
 def option(default: Any, text: str, name: str | None = None, recorded: bool = True) -> Any:
     """Declare a field with its help text; `name` is the option's, where it is another."""
     return Field(default, description=text, validation_alias=name, exclude=not recorded)
+
+
+unrecorded = partial(option, recorded=False)
 
 
 class BenchConfig(BaseModel):
@@ -56,17 +61,11 @@ class TabulateConfig(BenchConfig):
     resident set of a fresh process in one run, with input, output and kept tables already there.
     """
 
-    cases: tuple[Case, ...] = option(
-        ((37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5)),
-        "Field size and VC dimension, as 17,4; repeatable.",
-        "case",
-    )
+    cases: tuple[Case, ...] = option(CASES, "Field size and VC dimension, as 17,4.", "case")
     num_columns: Count = option(2080, "Columns of the table.", "columns")
     repeats: Count = option(5, "Runs of each candidate.")
     budget: float = option(30.0, BUDGET)
-    dense_limit: float = option(
-        700.0, "MB of an incidence matrix above which dense is left out.", recorded=False
-    )
+    dense_limit: float = unrecorded(700.0, "MB of an incidence matrix above which it is left out.")
     memory: bool = option(True, "Measure peak memory in fresh processes.")
 
     def record(self) -> dict[str, Any]:
@@ -94,28 +93,22 @@ class PrefillConfig(HeadsConfig):
 
     backward: ClassVar[bool] = False
 
-    preset: Literal["quick", "paper-figure", "gates", "window"] | None = option(
-        None, "Fill in options that are not given. quick: T from 1K to 4K, 3 runs. paper-figure: T "
-        "from 16K to 128K. gates: T = 64K, with gates and without, no softmax. window: T = 32K, "
-        "fixed boundary and a window of 2048, no softmax.", recorded=False,
-    )  # fmt: skip
+    preset: Literal["quick", "paper-figure", "gates", "window"] | None = unrecorded(
+        None,
+        "Fill in what is not given. quick: T = 1K to 4K, 3 runs. paper-figure: T = 16K to 128K. "
+        "gates: T = 64K, gated or not. window: T = 32K, fixed or a window of 2048. No softmax.",
+    )
     seq_lens: Counts = option((4096, 16384), "Sequence length T; may be repeated.", "seq_len")
     batch: Count = option(1, "Sequences at once.")
-    gated: bool = option(False, "Time the op with decay gates.", recorded=False)
-    both: bool = option(False, "Time it with gates and without.", recorded=False)
-    schedules: tuple[Schedule, ...] = option(
-        (), "Boundary: fixed, or window with --window-step (T/16); may be repeated.",
-        "schedule", recorded=False,
-    )  # fmt: skip
-    steps: tuple[Count, ...] = option(
-        (), "Also time a window that steps by so many tokens; may be repeated.",
-        "window_step", recorded=False,
-    )  # fmt: skip
-    against: Literal["sdpa", "none"] = option("sdpa", "What to time beside it.", recorded=False)
-    softmax_up_to: int = option(131072, "Longest T at which softmax is timed.")
-    softmax_heads: Count | None = option(
-        None, "Compare with softmax on fewer heads, the same for both."
+    gated: bool = unrecorded(False, "Time the op with decay gates.")
+    both: bool = unrecorded(False, "Time it with gates and without.")
+    schedules: tuple[Schedule, ...] = unrecorded(
+        (), "Boundary: fixed, window, or both.", "schedule"
     )
+    steps: tuple[Count, ...] = unrecorded((), "Steps of windows, in tokens (T/16).", "window_step")
+    against: Literal["sdpa", "none"] = unrecorded("sdpa", "What to time beside it.")
+    softmax_up_to: int = option(131072, "Longest T at which softmax is timed.")
+    softmax_heads: Count | None = option(None, "Compare with softmax on fewer heads, both sides.")
     repeats: Count = option(5, "Runs of each candidate.")
     budget: float = option(60.0, BUDGET)
     memory: bool = option(True, "Measure peak memory in fresh processes.")
@@ -178,22 +171,16 @@ class DecodeConfig(HeadsConfig):
     all passes.
     """
 
-    contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = option(
-        (1024, 4096, 16384, 65536, 262144), "Tokens in the context; repeatable.", "context"
-    )
+    contexts: Contexts = option(CONTEXTS, "Tokens in the context; may be repeated.", "context")
     batches: Counts = option((1, 16), "Sequences at once; may be repeated.", "batch")
-    schedules: Annotated[tuple[Schedule, ...], Field(min_length=1)] = option(
-        ("fixed", "window"), "Boundary, fixed or window; repeatable.", "schedule"
-    )
+    schedules: Schedules = option(("fixed", "window"), "Boundary; may be repeated.", "schedule")
     window_step: Count | None = option(None, "Step of the window (a quarter of the context).")
     softmax: bool = option(True, "Time softmax with a KV cache.")
     steps: Count = option(256, "Tokens to decode at each context.")
     window_steps: Count = option(4096, "At most so many tokens of a window, around a move.")
     passes: Count = option(3, "Passes over a window's steps.")
     budget: float = option(30.0, "Seconds for each decoder and context.")
-    max_gb: float | None = option(
-        None, "GB for all states at once (70 % of what is free).", recorded=False
-    )
+    max_gb: float | None = unrecorded(None, "GB for all states at once (70 % of what is free).")
 
     def record(self) -> dict[str, Any]:
         return {**super().record(), "max_bytes": self.max_gb and int(self.max_gb * 1e9)}

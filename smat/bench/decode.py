@@ -115,11 +115,9 @@ class Decoder:
     def _softmax_stepper(self, tokens: Iterator[Token]) -> tuple[Call, int]:
         """Softmax attention with keys and values preallocated to the last token."""
         config, last = self.config, self.context + self.config.steps
-        dtype = DTYPES[config.dtype]
+        options: dict[str, Any] = {"device": config.device, "dtype": DTYPES[config.dtype]}
         keys, values = (  # made in place: nothing beside them needs memory
-            torch.empty(
-                self.batch, config.heads, last, width, device=config.device, dtype=dtype
-            ).normal_()
+            torch.empty(self.batch, config.heads, last, width, **options).normal_()
             for width in (config.key_dim, config.value_dim)
         )
         places = iter(range(self.context, last))
@@ -226,8 +224,7 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
         for member in members:
             step, num_bytes[member] = member.stepper()
             calls[member] = step, member.num_steps - 1 or 1
-        turns = measure.read_in_turns(calls, STEPS_PER_TURN, config.budget, device, what)
-        passes.append(turns)
+        passes.append(measure.read_in_turns(calls, STEPS_PER_TURN, config.budget, device, what))
         del calls, step  # and their states, before the next pass makes its own
     timings = {member: measure.sum_up(readings) for member, readings in passes[0].items()}
     rows = []

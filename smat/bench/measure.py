@@ -12,11 +12,12 @@ import math
 import multiprocessing
 import os
 import platform
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -33,7 +34,6 @@ from smat.machine import processor_name, source_commit
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
-Item = TypeVar("Item")
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -43,6 +43,8 @@ TOLERANCES = {"fp64": (1e-12, 1e-10), "fp32": (1e-5, 1e-4), "bf16": HALF, "fp16"
 MIN_RUNS = 3
 LONG_RUN = 5.0  # seconds from which a first call is no worse than any other, and is kept
 CPU = torch.device("cpu")
+# Go through items under a bar with the time left, which vanishes at the end.
+show_progress = partial(track, console=Console(stderr=True), transient=True, refresh_per_second=1)
 
 
 def find_device(device: str, dtype: str = "fp32") -> torch.device:
@@ -219,11 +221,6 @@ def read_in_turns(
         if was_enabled:
             gc.enable()
     return readings
-
-
-def show_progress(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """Go through items under a bar with the time left, which vanishes at the end."""
-    return track(items, what, console=Console(stderr=True), transient=True, refresh_per_second=1)
 
 
 class Workload(NamedTuple):

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING
 
 from smat.experiments.run import Experiment
 from smat.extras import require
-from smat.report.published import NOTHING, PaperTable, Published, reproduced_tables, text_at
-from smat.report.records import Record, format_count, format_value, is_loss, select
+from smat.report.records import (
+    NOTHING,
+    PaperTable,
+    Published,
+    Record,
+    format_count,
+    format_value,
+    is_loss,
+    reproduced_tables,
+    select,
+    text_at,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame

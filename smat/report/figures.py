@@ -28,15 +28,12 @@ if TYPE_CHECKING:
 MAX_SEQ_LEN = 4096  # a figure holds T x T cells, and no screen shows more
 FUTURE, UNSEEN, CAUSAL, LONG_RANGE, LONG_RANGE_NEXT = range(5)
 MASK_COLOURS = ("#ffffff00", "#8d8d8d33", "#4a7fb5", "#d1495b", "#e59500")
-MASK_LEGEND = {
-    CAUSAL: "causal",
-    LONG_RANGE: "long range: on the hyperplane",
-    LONG_RANGE_NEXT: "the same, next direction",
-    UNSEEN: "zero: off the hyperplane",
-}
+MASK_LEGEND = {CAUSAL: "causal", LONG_RANGE: "long range: on the hyperplane"}
+MASK_LEGEND |= {LONG_RANGE_NEXT: "the same, next direction", UNSEEN: "zero: off the hyperplane"}
 INK, GREY = "#2b2d42", "#8d8d8d"
 COLOURS = ("#4a7fb5", "#2a9d8f", "#e59500", "#d1495b", "#8a63c9", GREY, "#c0609b", "#7c9a2c")
 LINES = ("-", "--", ":", "-.")
+Looks = dict[str, dict[str, Any]]  # keywords of a line, by arm
 STYLE = {
     "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 9, "legend.frameon": False,
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.linewidth": 0.8,
@@ -189,7 +186,7 @@ def curves_figure(
     return figure
 
 
-def line_looks(arms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def line_looks(arms: Mapping[str, str]) -> Looks:
     """Give every arm a kind of line and a colour that no other has.
 
     >>> line_looks({"mamba2": "Mamba-2"})
@@ -202,9 +199,7 @@ def line_looks(arms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _draw_curves(
-    axes: Axes, points: DataFrame, quantity: str, looks: Mapping[str, dict[str, Any]]
-) -> None:
+def _draw_curves(axes: Axes, points: DataFrame, quantity: str, looks: Looks) -> None:
     for arm, look in looks.items():
         by_step = points[points["arm"] == arm].groupby("step")[quantity]
         curve = by_step.agg(["mean", "min", "max", "count"])
@@ -254,7 +249,7 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
 
 def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> None:
     """Draw a line a variant: coloured by VC dimension, dashed with gates, dotted if it moves."""
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     num_heads = max(row.get("heads", 1) for row in rows)
     for name in dict.fromkeys(row["name"] for row in rows):
@@ -277,8 +272,7 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
     axes.set_xticks(lengths, [f"{x // 1024}K" if x % 1024 == 0 else str(x) for x in lengths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
+    axes.minorticks_off()
 
 
 def _heads(heads: int) -> str:

@@ -15,9 +15,8 @@ from smat.experiments.run import Experiment
 from smat.experiments.tables import EXPERIMENTS
 from smat.extras import require
 from smat.report import experiment_tables as tables
-from smat.report import figures, published, records, text_tables
-from smat.report.published import PaperTable, Published
-from smat.report.records import Record
+from smat.report import figures, records, text_tables
+from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ def write_report(out: Path, roots: Sequence[Path]) -> Path:
     Returns the path of the page. Where two roots hold the same run, the first root's counts.
     """
     found = records.load_records(roots)
-    return save_report(out, content_of(EXPERIMENTS, found, published.load_published()))
+    return save_report(out, content_of(EXPERIMENTS, found, records.load_published()))
 
 
 def content_of(
@@ -62,7 +61,7 @@ def content_of(
     """Arrange everything that is known as sections, in the order of the experiments."""
     known = [record for record in found if record.run.experiment in experiments]
     sections = [_section(experiment, known, paper) for experiment in experiments.values()]
-    return Content(known, sections, published.not_reproduced(experiments, paper))
+    return Content(known, sections, records.not_reproduced(experiments, paper))
 
 
 def save_report(out: Path, content: Content) -> Path:
@@ -146,6 +145,6 @@ def _section(experiment: Experiment, found: Sequence[Record], paper: Published) 
         runs[-1].task.describe() if runs else "",  # of the hardest cell
         shown,
         [preset for preset in presets if preset not in {table.preset for table in shown}],
-        [table["source"] for table in published.reproduced_tables(experiment, paper)],
-        published.detail_tables(experiment, paper),
+        [table["source"] for table in records.reproduced_tables(experiment, paper)],
+        records.detail_tables(experiment, paper),
     )

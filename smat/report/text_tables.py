@@ -12,8 +12,7 @@ from rich.markdown import Markdown
 from smat.experiments.run import Experiment
 from smat.experiments.tables import find_experiment
 from smat.report.experiment_tables import OURS, Table, result_table
-from smat.report.published import load_published
-from smat.report.records import Record, facts_of, load_records, stale_note
+from smat.report.records import Record, facts_of, load_published, load_records, stale_note
 
 BELOW = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
 MARKED = re.compile(

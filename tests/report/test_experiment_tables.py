@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from smat.report.experiment_tables import CONTROL, OURS, PAPER, load_table, result_table
 from smat.report.page import content_of, progress
-from smat.report.published import load_published, not_reproduced, published_keys
-from smat.report.records import format_value
+from smat.report.records import format_value, load_published, not_reproduced, published_keys
 from tests.report.experiments_case import ARMS, CELLS, EXPERIMENT, PUBLISHED, make_record
 
 
