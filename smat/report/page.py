@@ -1,21 +1,23 @@
-"""Write the report: one page of HTML that needs nothing else, and the same as Markdown."""
+"""Write tables as Markdown: in a file, on a terminal, in the report, which is HTML as well."""
 
 from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
+from rich.console import Console
+from rich.markdown import Markdown
 
 from smat.experiments.run import Experiment
-from smat.experiments.tables import EXPERIMENTS
+from smat.experiments.tables import EXPERIMENTS, find_experiment
 from smat.extras import require
 from smat.report import experiment_tables as tables
-from smat.report import figures, records, text_tables
+from smat.report import figures, records
 from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
@@ -23,6 +25,11 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 FIGURES = "report-figures"
+BELOW = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
+MARKED = re.compile(
+    r"(<!-- table: (?P<name>[\w-]+) (?P<preset>\w+) -->\n).*?(<!-- end of table -->)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -92,9 +99,9 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals.update(tables=tables, records=records, text_tables=text_tables)
+    templates.globals.update(tables=tables, records=records, format_markdown=format_markdown)
     templates.globals.update(prose=prose, progress=progress, picture_name=picture_name)
-    templates.filters["md"] = text_tables.escape_markdown
+    templates.filters["md"] = escape_markdown
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
     return templates
 
@@ -148,3 +155,65 @@ def _section(experiment: Experiment, found: Sequence[Record], paper: Published) 
         [table["source"] for table in records.reproduced_tables(experiment, paper)],
         records.detail_tables(experiment, paper),
     )
+
+
+def format_markdown(table: tables.Table) -> str:
+    """Write a table as Markdown: ours in bold, what belongs to an arm below it."""
+    lines = [["", *map(escape_markdown, table.headings.values())]]
+    lines.append(["---", *["---:"] * len(table.headings)])
+    for (arm, kind, label), texts in table.text.iterrows():
+        label = escape_markdown(label)
+        label = f"**{label}**" if kind == tables.OURS else f"{BELOW} {label}" if arm else label
+        lines.append([label, *map(escape_markdown, texts)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def escape_markdown(text: str) -> str:
+    r"""Write a text so that Markdown shows it as it is.
+
+    >>> print(escape_markdown("a|b *c* <d>"))
+    a\|b \*c\* &lt;d&gt;
+    """
+    text = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def refresh(text: str, found: Sequence[Record]) -> str:
+    """Write every marked table of a Markdown text anew, from records.
+
+    >>> refresh("No table here.", [])
+    'No table here.'
+    """
+    published = records.load_published()
+
+    def table(match: re.Match[str]) -> str:
+        name, preset = match["name"], match["preset"]
+        experiment = find_experiment(name)
+        if preset not in experiment.presets:
+            presets = ", ".join(experiment.presets)
+            raise ValueError(f"{name} has no preset {preset!r}; it has {presets}")
+        made = format_markdown(tables.result_table(experiment, preset, found, published))
+        return f"{match[1]}{made}{match[4]}"
+
+    return MARKED.sub(table, text)
+
+
+def refresh_file(path: Path, roots: Iterable[Path]) -> int:
+    """Write the marked tables of a file anew and return how many there are."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(refresh(text, records.load_records(roots)), encoding="utf-8")
+    return len(MARKED.findall(text))
+
+
+def print_table(
+    experiment: Experiment, preset: str, roots: Sequence[str | Path], console: Console
+) -> None:
+    """Print the table of one preset, and what it took, on a terminal."""
+    table = tables.result_table(
+        experiment, preset, records.load_records(roots), records.load_published()
+    )
+    title = f"{experiment.title}, preset {preset}: {experiment.presets.get(preset, '')}"
+    facts = [f"{name}: {text}" for name, text in records.facts_of(table.records).items()]
+    notes = filter(None, [*facts, records.stale_note(table.records, experiment, preset)])
+    told = "".join(f"- {escape_markdown(note)}\n" for note in notes)
+    console.print(Markdown(f"**{escape_markdown(title)}**\n\n{format_markdown(table)}\n{told}"))
