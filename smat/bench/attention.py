@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from statistics import linear_regression
 from typing import Any
 
@@ -107,11 +108,11 @@ def run_attention(config: PrefillConfig) -> dict[str, Any]:
     name = "train" if config.backward else "prefill"
     checks = [check for variant in variants(config) for check in check_variant(config, variant)]
     record = measure.begin_record(name, config, device, checks)
-    cases = [(seq_len, variant) for seq_len in config.seq_lens for variant in variants(config)]
     # Memory first: what goes wrong there goes wrong before the long part.
+    cases = list(product(config.seq_lens, variants(config))) if config.memory else []
     peaks = {
         case: measure.peak_extra_bytes(attention_workload, config, *case)
-        for case in measure.show_progress(cases if config.memory else [], f"{name}: memory")
+        for case in measure.show_progress(cases, f"{name}: memory")
     }
     # All lengths take turns with each other, since a growth exponent is a ratio too.
     candidates: dict[Key, Call] = {}
@@ -120,8 +121,7 @@ def run_attention(config: PrefillConfig) -> dict[str, Any]:
     timings = measure.time_in_turns(candidates, config.repeats, config.budget, device, name)
     rows = [
         _row(config, seq_len, variant, peaks.get((seq_len, variant)), timings)
-        for seq_len in config.seq_lens
-        for variant in (*variants(config), Variant(None))
+        for seq_len, variant in product(config.seq_lens, (*variants(config), Variant(None)))
         if variant.vc_dim or config.compares_softmax(seq_len)
     ]
     rates = [_rates(config, seq_len, timings) for seq_len in config.seq_lens]
@@ -170,8 +170,8 @@ def _candidates(config: PrefillConfig, seq_len: int, device: torch.device) -> di
             feature_map="identity", normalize=False, branch="causal",
         )  # fmt: skip
     left, right = torch.rand(2, config.gemm_size, config.gemm_size, device=device)
-    product = partial(torch.mm, left, right, out=torch.empty_like(left))
-    found[seq_len, GEMM, config.heads] = product  # to hold everything else against
+    multiply = partial(torch.mm, left, right, out=torch.empty_like(left))
+    found[seq_len, GEMM, config.heads] = multiply  # to hold everything else against
     return found
 
 
@@ -229,15 +229,15 @@ def fit_growth(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 def _rates(config: PrefillConfig, seq_len: int, timings: Mapping[Key, Timing]) -> dict[str, float]:
     """GFLOP/s of the matrix product and, when only the forward is timed, of the causal branch."""
-    product = 2.0 * config.gemm_size**3 / timings[seq_len, GEMM, config.heads].median / 1e9
-    found = {"seq_len": seq_len, "gemm": product}
+    gemm = 2.0 * config.gemm_size**3 / timings[seq_len, GEMM, config.heads].median / 1e9
+    found = {"seq_len": seq_len, "gemm": gemm}
     if not config.backward:
         aug_dim = config.value_dim + 1
         per_token = 2 * config.key_dim * aug_dim + TILE * (config.key_dim + aug_dim)
         flops = 2.0 * config.batch * seq_len * config.heads * per_token
         found["causal_branch"] = flops / timings[seq_len, CAUSAL, config.heads].median / 1e9
-        found["fraction_of_gemm"] = found["causal_branch"] / product
+        found["fraction_of_gemm"] = found["causal_branch"] / gemm
         whole = timings.get((seq_len, Variant(1).name, config.heads))
         if whole is not None:
-            found["whole_op_fraction_of_gemm"] = flops / whole.median / 1e9 / product
+            found["whole_op_fraction_of_gemm"] = flops / whole.median / 1e9 / gemm
     return found

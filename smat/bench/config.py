@@ -96,7 +96,7 @@ class PrefillConfig(HeadsConfig):
     preset: Literal["quick", "paper-figure", "gates", "window"] | None = unrecorded(
         None,
         "Fill in what is not given. quick: T = 1K to 4K, 3 runs. paper-figure: T = 16K to 128K. "
-        "gates: T = 64K, gated or not. window: T = 32K, fixed or a window of 2048. No softmax.",
+        "Without softmax: gates (T = 64K, gated or not) and window (T = 32K, fixed or by 2048).",
     )
     seq_lens: Counts = option((4096, 16384), "Sequence length T; may be repeated.", "seq_len")
     batch: Count = option(1, "Sequences at once.")

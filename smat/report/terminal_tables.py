@@ -41,7 +41,7 @@ def rows_table(title: str, rows: Sequence[Row], ruled_by: str | None = None) -> 
     for name in columns:
         words = any(isinstance(row.get(name), str) for row in flat)
         table.add_column(HEADINGS[name], justify="left" if words else "right", no_wrap=True)
-    for row, following in zip(flat, [*flat[1:], {}], strict=True):
+    for row, following in zip(flat, [*flat[1:], {}], strict=False):
         ends = ruled_by is not None and row[ruled_by] != following.get(ruled_by)
         table.add_row(*(_text(name, row.get(name)) for name in columns), end_section=ends)
     return table

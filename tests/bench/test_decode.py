@@ -101,6 +101,15 @@ def test_what_does_not_fit_together_is_timed_apart_and_what_never_fits_is_left_o
     } in skipped
 
 
+def test_a_command_that_may_use_no_memory_says_that_nothing_was_timed(capsys, tmp_path):
+    pytest.importorskip("typer")
+    from smat.__main__ import main
+
+    options = ["--context", "64", "--max-gb", "0", "--json-out", str(tmp_path / "r.json")]
+    assert main(["bench", "decode", *options]) == 1
+    assert "the benchmark timed nothing" in capsys.readouterr().err
+
+
 def test_a_wrong_step_is_not_timed(monkeypatch):
     right = smat.smat_attention
 
