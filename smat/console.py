@@ -20,11 +20,10 @@ def one_line_warnings() -> Iterator[None]:
     >>> printed.getvalue()
     'smat: warning: short of disk\\n'
     """
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"smat: warning: {' '.join(str(message).split())}", file=sys.stderr)
+
     with warnings.catch_warnings():
-        show: Any = _show
         warnings.showwarning = show
         yield
-
-
-def _show(message: Warning | str, *_: Any) -> None:
-    print(f"smat: warning: {' '.join(str(message).split())}", file=sys.stderr)

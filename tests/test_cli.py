@@ -147,6 +147,12 @@ def test_wrong_usage_is_no_traceback(capsys):
     assert "Traceback" not in err
 
 
+def test_an_unknown_dtype_is_refused(capsys):
+    status, _, err = run(capsys, "geometry", "--dtype", "int8")
+    assert status == 2
+    assert "int8" in err
+
+
 @pytest.mark.parametrize("command", ["mask", "geometry"])
 def test_help_shows_examples(capsys, command):
     status, out, _ = run(capsys, command, "--help")

@@ -5,28 +5,21 @@ A field has one name in the record and may have another on the command line, its
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
-Context = Annotated[int, Field(ge=8)]
+Contexts = Annotated[tuple[Annotated[int, Field(ge=8)], ...], Field(min_length=1)]
 Schedule = Literal["fixed", "window"]
-
-
-def _read_case(given: object) -> object:
-    """Take "17,4" apart, a field size and a VC dimension."""
-    if not isinstance(given, str):
-        return given
-    numbers = given.split(",")
-    if len(numbers) != 2 or not all(number.strip().isdigit() for number in numbers):
-        raise ValueError(f"a case is a field size and a VC dimension, as 17,4, not {given!r}")
-    return tuple(int(number) for number in numbers)
-
-
-Case = Annotated[tuple[int, int], BeforeValidator(_read_case)]
-
+Schedules = Annotated[tuple[Schedule, ...], Field(min_length=1)]
+# A field size and a VC dimension; the command line has them as "17,4".
+Comma = BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
+Case = Annotated[tuple[int, int], Comma]
+CONTEXTS = 1024, 4096, 16384, 65536, 262144
+CASES = (37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5)
 BUDGET = "Seconds after which a candidate leaves, with 3 runs or more."
 # What `--preset` fills in where an option is not given.
 PRESETS: dict[str | None, dict[str, Any]] = {
@@ -40,6 +33,9 @@ PRESETS: dict[str | None, dict[str, Any]] = {
 def option(default: Any, text: str, name: str | None = None, recorded: bool = True) -> Any:
     """Declare a field with its help text; `name` is the option's, where it is another."""
     return Field(default, description=text, validation_alias=name, exclude=not recorded)
+
+
+unrecorded = partial(option, recorded=False)
 
 
 class BenchConfig(BaseModel):
@@ -59,19 +55,17 @@ class BenchConfig(BaseModel):
 
 
 class TabulateConfig(BenchConfig):
-    """Which geometries (q, d) to tabulate; `dense_limit` counts in MB."""
+    """Time tabulation: the factored form, Algorithm 2 and the dense product.
 
-    cases: tuple[Case, ...] = option(
-        ((37, 3), (53, 3), (11, 4), (17, 4), (23, 4), (7, 5), (11, 5)),
-        "Field size and VC dimension, as 17,4; repeatable.",
-        "case",
-    )
+    Kept: the bytes of index tables or of the fp32 incidence matrix. Working: the rise of the
+    resident set of a fresh process in one run, with input, output and kept tables already there.
+    """
+
+    cases: tuple[Case, ...] = option(CASES, "Field size and VC dimension, as 17,4.", "case")
     num_columns: Count = option(2080, "Columns of the table.", "columns")
     repeats: Count = option(5, "Runs of each candidate.")
     budget: float = option(30.0, BUDGET)
-    dense_limit: float = option(
-        700.0, "MB of an incidence matrix above which dense is left out.", recorded=False
-    )
+    dense_limit: float = unrecorded(700.0, "MB of an incidence matrix above which it is left out.")
     memory: bool = option(True, "Measure peak memory in fresh processes.")
 
     def record(self) -> dict[str, Any]:
@@ -90,32 +84,31 @@ class HeadsConfig(BenchConfig):
 
 
 class PrefillConfig(HeadsConfig):
-    """Lengths and variants of the op; `softmax_heads` are timed for both sides of that ratio."""
+    """Time the op forward, beside causal softmax, d = 1 and a matrix product.
+
+    x d=1: with the same gates. x plain: the same d without gates, boundary fixed. softmax x: how
+    many times longer causal softmax takes. Peak extra: resident set of a fresh process beyond
+    inputs and outputs; bound: (T^(1-1/d) + T/c) r p + c^2 words a head. Faults: page faults a run.
+    """
 
     backward: ClassVar[bool] = False
 
-    preset: Literal["quick", "paper-figure", "gates", "window"] | None = option(
-        None, "Fill in options that are not given. quick: T from 1K to 4K, 3 runs. paper-figure: T "
-        "from 16K to 128K. gates: T = 64K, with gates and without, no softmax. window: T = 32K, "
-        "fixed boundary and a window of 2048, no softmax.", recorded=False,
-    )  # fmt: skip
+    preset: Literal["quick", "paper-figure", "gates", "window"] | None = unrecorded(
+        None,
+        "Fill in what is not given. quick: T = 1K to 4K, 3 runs. paper-figure: T = 16K to 128K. "
+        "Without softmax: gates (T = 64K, gated or not) and window (T = 32K, fixed or by 2048).",
+    )
     seq_lens: Counts = option((4096, 16384), "Sequence length T; may be repeated.", "seq_len")
     batch: Count = option(1, "Sequences at once.")
-    gated: bool = option(False, "Time the op with decay gates.", recorded=False)
-    both: bool = option(False, "Time it with gates and without.", recorded=False)
-    schedules: tuple[Schedule, ...] = option(
-        (), "Boundary: fixed, or window with --window-step (T/16); may be repeated.",
-        "schedule", recorded=False,
-    )  # fmt: skip
-    steps: tuple[Count, ...] = option(
-        (), "Also time a window that steps by so many tokens; may be repeated.",
-        "window_step", recorded=False,
-    )  # fmt: skip
-    against: Literal["sdpa", "none"] = option("sdpa", "What to time beside it.", recorded=False)
-    softmax_up_to: int = option(131072, "Longest T at which softmax is timed.")
-    softmax_heads: Count | None = option(
-        None, "Compare with softmax on fewer heads, the same for both."
+    gated: bool = unrecorded(False, "Time the op with decay gates.")
+    both: bool = unrecorded(False, "Time it with gates and without.")
+    schedules: tuple[Schedule, ...] = unrecorded(
+        (), "Boundary: fixed, window, or both.", "schedule"
     )
+    steps: tuple[Count, ...] = unrecorded((), "Steps of windows, in tokens (T/16).", "window_step")
+    against: Literal["sdpa", "none"] = unrecorded("sdpa", "What to time beside it.")
+    softmax_up_to: int = option(131072, "Longest T at which softmax is timed.")
+    softmax_heads: Count | None = option(None, "Compare with softmax on fewer heads, both sides.")
     repeats: Count = option(5, "Runs of each candidate.")
     budget: float = option(60.0, BUDGET)
     memory: bool = option(True, "Measure peak memory in fresh processes.")
@@ -128,10 +121,8 @@ class PrefillConfig(HeadsConfig):
 
     @model_validator(mode="after")
     def _check(self) -> PrefillConfig:
-        if self.compared_heads > self.heads:
-            raise ValueError(
-                f"softmax_heads must lie in 1..{self.heads}, but it is {self.softmax_heads}"
-            )
+        if (few := self.compared_heads) > self.heads:
+            raise ValueError(f"softmax_heads must lie in 1..{self.heads}, but it is {few}")
         if len(set(self.seq_lens)) != len(self.seq_lens):
             raise ValueError(f"each length may be given once, but they are {list(self.seq_lens)}")
         if self.steps and self.schedules and "window" not in self.schedules:
@@ -153,7 +144,11 @@ class PrefillConfig(HeadsConfig):
     @property
     def compared_heads(self) -> int:
         """The heads with which the op and softmax are compared."""
-        return self.heads if self.softmax_heads is None else self.softmax_heads
+        return self.softmax_heads or self.heads
+
+    def compares_softmax(self, seq_len: int) -> bool:
+        """Whether softmax is timed at a length."""
+        return self.against == "sdpa" and seq_len <= self.softmax_up_to
 
     def record(self) -> dict[str, Any]:
         asked = {"backward": self.backward, "gates": self.gates, "window_steps": self.window_steps}
@@ -161,7 +156,7 @@ class PrefillConfig(HeadsConfig):
 
 
 class TrainConfig(PrefillConfig):
-    """The same with the backward pass."""
+    """Time the op forward and backward; the columns are those of smat bench prefill."""
 
     backward: ClassVar[bool] = True
 
@@ -169,36 +164,30 @@ class TrainConfig(PrefillConfig):
 
 
 class DecodeConfig(HeadsConfig):
-    """Contexts, VC dimensions and batches; `max_gb` is for all states alive."""
+    """Time one token of decoding against the context, beside softmax with a KV cache.
 
-    contexts: Annotated[tuple[Context, ...], Field(min_length=1)] = option(
-        (1024, 4096, 16384, 65536, 262144), "Tokens in the context; repeatable.", "context"
-    )
+    x shortest: to the shortest context, timed in turns with it. Slowest: one step of the first
+    pass. Slowest / median: of a window's steps around a move of its boundary, each the fastest of
+    all passes.
+    """
+
+    contexts: Contexts = option(CONTEXTS, "Tokens in the context; may be repeated.", "context")
     batches: Counts = option((1, 16), "Sequences at once; may be repeated.", "batch")
-    schedules: Annotated[tuple[Schedule, ...], Field(min_length=1)] = option(
-        ("fixed", "window"), "Boundary, fixed or window; repeatable.", "schedule"
-    )
+    schedules: Schedules = option(("fixed", "window"), "Boundary; may be repeated.", "schedule")
     window_step: Count | None = option(None, "Step of the window (a quarter of the context).")
     softmax: bool = option(True, "Time softmax with a KV cache.")
     steps: Count = option(256, "Tokens to decode at each context.")
     window_steps: Count = option(4096, "At most so many tokens of a window, around a move.")
     passes: Count = option(3, "Passes over a window's steps.")
     budget: float = option(30.0, "Seconds for each decoder and context.")
-    max_gb: float | None = option(
-        None, "GB for all states at once (70 % of what is free).", recorded=False
-    )
-
-    @property
-    def max_bytes(self) -> int | None:
-        """The limit in bytes, where one was given."""
-        return None if self.max_gb is None else int(self.max_gb * 1e9)
+    max_gb: float | None = unrecorded(None, "GB for all states at once (70 % of what is free).")
 
     def record(self) -> dict[str, Any]:
-        return {**super().record(), "max_bytes": self.max_bytes}
+        return {**super().record(), "max_bytes": self.max_gb and int(self.max_gb * 1e9)}
 
 
 class LayersConfig(BenchConfig):
-    """Heads of one width, with one state of width x width each."""
+    """Time Mamba-2 and Gated DeltaNet beside transformers, and with a learned memory."""
 
     seq_len: Count = option(4096, "Sequence length T.")
     batch: Count = option(1, "Sequences at once.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import cycle
+from itertools import cycle, product
 from statistics import median
 from typing import Any
 
@@ -39,16 +40,13 @@ class Decoder:
     @property
     def name(self) -> str:
         """What tables and figures call it, whatever the context and the batch."""
-        if self.vc_dim is None:
-            return SOFTMAX
-        return f"d={self.vc_dim}" + (" window" if self.kind == "window" else "")
+        return f"d={self.vc_dim}{' window' * (self.kind == 'window')}" if self.vc_dim else SOFTMAX
 
     @property
     def window_step(self) -> int | None:
         """The step of a window: the paper's quarter of the horizon, unless it was given."""
-        if self.kind != "window":
-            return None
-        return self.config.window_step or max(1, self.context // 4)
+        default = max(1, self.context // 4)
+        return (self.config.window_step or default) if self.kind == "window" else None
 
     @property
     def num_steps(self) -> int:
@@ -60,7 +58,6 @@ class Decoder:
     @cached_property
     def mask(self) -> smat.SMatMask:
         """The mask; a fixed boundary has its horizon at the end of the steps."""
-        assert self.vc_dim is not None
         horizon = self.context + (0 if self.window_step else self.num_steps)
         return Variant(self.vc_dim, False, self.window_step).mask(horizon, self.config.chunk_size)
 
@@ -103,20 +100,19 @@ class Decoder:
 
     def stepper(self) -> tuple[Call, int]:
         """A step that feeds random tokens for ever, at the end of the context; its bytes."""
-        tokens = draw_tokens(self.config, NUM_TOKENS, self.batch, seed=2)
-        turn = cycle(token_by_token(*tokens))
+        tokens = cycle(token_by_token(*draw_tokens(self.config, NUM_TOKENS, self.batch, seed=2)))
         if self.vc_dim is None:
-            return self._softmax_stepper(turn)
+            return self._softmax_stepper(tokens)
         state = self.fill_state()
 
         def step() -> Tensor:
             nonlocal state
-            out, state = state.step(*next(turn), inplace=True)
+            out, state = state.step(*next(tokens), inplace=True)
             return out
 
         return step, state.num_bytes
 
-    def _softmax_stepper(self, turn: cycle[Token]) -> tuple[Call, int]:
+    def _softmax_stepper(self, tokens: Iterator[Token]) -> tuple[Call, int]:
         """Softmax attention with keys and values preallocated to the last token."""
         config, last = self.config, self.context + self.config.steps
         options: dict[str, Any] = {"device": config.device, "dtype": DTYPES[config.dtype]}
@@ -127,12 +123,12 @@ class Decoder:
         places = iter(range(self.context, last))
 
         def step() -> Tensor:
-            place, (q, k, v) = next(places), next(turn)
+            place, (q, k, v) = next(places), next(tokens)
             keys[:, :, place], values[:, :, place] = k, v
             seen = keys[:, :, : place + 1], values[:, :, : place + 1]
             return F.scaled_dot_product_attention(q.unsqueeze(2), *seen)
 
-        return step, (keys.numel() + values.numel()) * keys.element_size()
+        return step, keys.nbytes + values.nbytes
 
 
 def draw_tokens(config: DecodeConfig, length: int, batch: int = 1, *, seed: int) -> Token:
@@ -146,48 +142,41 @@ def token_by_token(q: Tensor, k: Tensor, v: Tensor) -> list[Token]:
     return list(zip(q.unbind(1), k.unbind(1), v.unbind(1), strict=True))
 
 
-def decoders(config: DecodeConfig, batch: int, context: int) -> list[Decoder]:
-    """All decoders at one batch and context, d = 1 once."""
-    kinds: list[tuple[str, int | None]] = [
-        (schedule, vc_dim)
-        for schedule in config.schedules
-        for vc_dim in config.vc_dims
-        if schedule == "fixed" or vc_dim > 1
-    ]
-    kinds += [(SOFTMAX, None)] if config.softmax else []
-    return [Decoder(config, kind, vc_dim, context, batch) for kind, vc_dim in kinds]
-
-
 def plan_packs(
     config: DecodeConfig, limit: float
 ) -> tuple[list[list[Decoder]], list[dict[str, Any]]]:
     """Pack decoders that are timed in turns: as many as fit, each beside its shortest context."""
     packs: list[list[Decoder]] = []
     skipped: list[dict[str, Any]] = []
-    for batch in config.batches:
-        for context in sorted(set(config.contexts)):
-            packs.append([])
-            free = limit
-            for decoder in decoders(config, batch, context):
-                shortest = replace(decoder, context=min(config.contexts))
-                members = [decoder] if decoder == shortest else [shortest, decoder]
-                need = sum(member.expected_bytes for member in members)
-                if need > limit:
-                    where = {"name": decoder.name, "batch": batch, "context": context}
-                    skipped.append({**where, "bytes": need})
-                    continue
-                if need > free:
-                    packs.append([])
-                    free = limit
-                packs[-1] += members
-                free -= need
-    return [pack for pack in packs if pack], skipped
+    kinds: list[tuple[str, int | None]] = [
+        (schedule, vc_dim)
+        for schedule, vc_dim in product(config.schedules, config.vc_dims)
+        if schedule == "fixed" or vc_dim > 1  # d = 1 once
+    ]
+    kinds += [(SOFTMAX, None)] if config.softmax else []
+    for batch, context in product(config.batches, sorted(set(config.contexts))):
+        free = 0.0  # every batch and context begins a pack
+        for kind, vc_dim in kinds:
+            decoder = Decoder(config, kind, vc_dim, context, batch)
+            shortest = replace(decoder, context=min(config.contexts))
+            members = [decoder] if decoder == shortest else [shortest, decoder]
+            need = sum(member.expected_bytes for member in members)
+            if need > limit:
+                where = {"name": decoder.name, "batch": batch, "context": context}
+                skipped.append({**where, "bytes": need})
+                continue
+            if need > free:
+                packs.append([])
+                free = limit
+            packs[-1] += members
+            free -= need
+    return packs, skipped
 
 
 def run_decode(config: DecodeConfig) -> dict[str, Any]:
     """Check every decoder, time all contexts, and return the record."""
     device = measure.find_device(config.device, config.dtype)
-    limit = config.max_bytes
+    limit = config.max_gb and int(config.max_gb * 1e9)
     if limit is None and device.type == "cpu":
         with suppress(OSError):
             limit = int(0.7 * measure.read_bytes("/proc/meminfo", "MemAvailable"))
@@ -209,7 +198,6 @@ def run_decode(config: DecodeConfig) -> dict[str, Any]:
 def check_decoder(decoder: Decoder) -> list[dict[str, Any]]:
     """Prefill a third, decode the rest, and compare every output with the oracle in fp64."""
     config, split = decoder.config, CHECK_LEN // 3
-    assert decoder.vc_dim is not None
     step = CHECK_LEN // 8 if decoder.window_step else None
     mask = Variant(decoder.vc_dim, False, step).mask(CHECK_LEN, min(config.chunk_size, 16))
     q, k, v = draw_tokens(config, CHECK_LEN, batch=2, seed=1)
@@ -221,27 +209,22 @@ def check_decoder(decoder: Decoder) -> list[dict[str, Any]]:
         out_t, state = state.step(*token, inplace=True)
         outputs.append(out_t.unsqueeze(1))
     oracle = {"output": smat.reference_attention(q.double(), k.double(), v.double(), mask)}
-    size = f"T = {CHECK_LEN}, decoded from {split}"
     found = {"output": torch.cat(outputs, dim=1)}
+    size = f"T = {CHECK_LEN}, decoded from {split}"
     return measure.check(decoder.name, size, found, oracle, config.dtype)
 
 
 def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str, Any]]:
-    config = pack[0].config
+    config, windows = pack[0].config, [member for member in pack if member.window_step]
     passes: list[dict[Decoder, list[Reading]]] = []
     num_bytes: dict[Decoder, int] = {}
-    for number in range(config.passes):
-        # Later passes are for the slowest step of a window alone.
-        members = [member for member in pack if number == 0 or member.window_step]
-        if not members:
-            break
+    # Later passes are for the slowest step of a window alone.
+    for members in [pack, *[windows] * (config.passes - 1 if windows else 0)]:
         calls: dict[Decoder, tuple[Call, int]] = {}
         for member in members:
             step, num_bytes[member] = member.stepper()
-            step()  # warms up
             calls[member] = step, member.num_steps - 1 or 1
-        passes.append({member: [] for member in members})
-        measure.read_in_turns(calls, passes[-1], STEPS_PER_TURN, config.budget, device, what)
+        passes.append(measure.read_in_turns(calls, STEPS_PER_TURN, config.budget, device, what))
         del calls, step  # and their states, before the next pass makes its own
     timings = {member: measure.sum_up(readings) for member, readings in passes[0].items()}
     rows = []
@@ -249,7 +232,13 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
         beside = replace(member, context=min(config.contexts))
         if member == beside and any(other.context > member.context for other in pack):
             continue  # here for the ratio alone: it has a row from a pack of its own
-        walks = [taken[member] for taken in passes] if member.window_step else []
+        slowest = None
+        if member.window_step:
+            # A step counts with its fastest pass: what the algorithm does at a step it does in
+            # every pass, what the system does in between it does not.
+            walks = zip(*(taken[member] for taken in passes), strict=False)
+            steps = [min(same).seconds for same in walks]
+            slowest = max(steps) / median(steps)
         row = {
             "name": member.name,
             "kind": member.kind,
@@ -261,17 +250,7 @@ def _time(pack: list[Decoder], device: torch.device, what: str) -> list[dict[str
             "timing": timing._asdict(),
             "ratio_to_shortest": timing.ratio_to(timings[beside]),
             "softmax_ratio": None,
-            "slowest_to_median": _slowest_to_median(walks) if walks else None,
+            "slowest_to_median": slowest,
         }
         rows.append(row)
     return rows
-
-
-def _slowest_to_median(passes: list[list[Reading]]) -> float:
-    """The slowest step of a window relative to its median step.
-
-    A step counts with its fastest pass: what the algorithm does at a step it does in every pass,
-    what the system does in between it does not.
-    """
-    steps = [min(same).seconds for same in zip(*passes, strict=False)]
-    return max(steps) / median(steps)

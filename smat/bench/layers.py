@@ -1,8 +1,4 @@
-"""Time the recurrent backbones beside transformers' torch paths, and what a learned memory adds.
-
-How fast are the recurrences themselves, on the same tensors, and how much more does a layer cost
-with a memory of distant tokens, with learned routing and several reads a query?
-"""
+"""Time the recurrent backbones beside transformers' torch paths, and what a learned memory adds."""
 
 from __future__ import annotations
 
@@ -53,23 +49,21 @@ class Peer(NamedTuple):
     function: str
     chunk: int
 
-    @property
-    def name(self) -> str:
-        """What tables call it."""
-        return f"transformers {self.function}, chunk {self.chunk}"
-
 
 MAMBA2, DELTANET = "Mamba-2", "Gated DeltaNet"
 OURS: dict[str, Recurrence] = {MAMBA2: scan, DELTANET: partial(delta_rule, chunk_size=CHUNK)}
 ORACLES: dict[str, Recurrence] = {MAMBA2: exact_scan, DELTANET: delta_rule_reference}
 THEIR_SCAN = "transformers.models.mamba2.modeling_mamba2", "mamba2_chunk_scan"
 THEIR_RULE = "transformers.models.qwen3_next.modeling_qwen3_next", "torch_chunk_gated_delta_rule"
-PEERS = [  # with their own default of a chunk first
-    Peer(MAMBA2, *THEIR_SCAN, 256),
-    Peer(MAMBA2, *THEIR_SCAN, 64),
-    Peer(DELTANET, *THEIR_RULE, 64),
-]
-BASELINES = {peer.name: peer.beside for peer in PEERS}
+PEERS = {  # with their own default of a chunk first
+    f"transformers {peer.function}, chunk {peer.chunk}": peer
+    for peer in (
+        Peer(MAMBA2, *THEIR_SCAN, 256),
+        Peer(MAMBA2, *THEIR_SCAN, 64),
+        Peer(DELTANET, *THEIR_RULE, 64),
+    )
+}
+BASELINES = {name: peer.beside for name, peer in PEERS.items()}
 BASELINES |= {f"{name} + SMat layer": f"{name} layer" for name in OURS}
 
 
@@ -89,23 +83,19 @@ def load_peer(peer: Peer) -> Recurrence | None:
 def run_layers(config: LayersConfig) -> dict[str, Any]:
     """Check every recurrence, time all, and return the record."""
     device = measure.find_device(config.device)
-    peers = {peer.name: load_peer(peer) for peer in PEERS}
+    peers = {name: load_peer(peer) for name, peer in PEERS.items()}
     operations = {**OURS, **{name: peer for name, peer in peers.items() if peer is not None}}
     checks = [each for name, run in operations.items() for each in _check(config, name, run)]
     record = measure.begin_record("layers", config, device, checks)
     inputs = draw_inputs(config, config.seq_len)
-    calls: dict[str, dict[str, Call]] = {
-        "operation": {
-            name: partial(forward_backward, run, inputs[BASELINES.get(name, name)])
-            for name, run in operations.items()
-        },
-        "layer": _layers(config, device),
+    on_inputs: dict[str, Call] = {
+        name: partial(forward_backward, run, inputs[BASELINES.get(name, name)])
+        for name, run in operations.items()
     }
     rows = []
-    for kind, candidates in calls.items():
-        timings = measure.time_in_turns(
-            candidates, config.repeats, config.budget, device, f"layers: {kind}s"
-        )
+    for kind, calls in {"operation": on_inputs, "layer": _layers(config, device)}.items():
+        what = f"layers: {kind}s"
+        timings = measure.time_in_turns(calls, config.repeats, config.budget, device, what)
         for name, timing in timings.items():
             baseline = BASELINES.get(name, name)
             row = {"name": name, "kind": kind, "timing": timing._asdict(), "baseline": baseline}
@@ -120,25 +110,26 @@ def draw_inputs(
     """Draw what each recurrence takes: wide parts normal, gates as layers at their start have."""
     generator = torch.Generator().manual_seed(0)
     shape = (config.batch, length, config.heads)
+    wide, grouped = (*shape, config.head_dim), (*shape[:2], config.num_groups, config.head_dim)
 
-    def draw(*sizes: int, law: Callable[..., Tensor] = torch.randn) -> Tensor:
-        return law(sizes, generator=generator, dtype=torch.float64)
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
 
-    wide = (*shape, config.head_dim)
-    x, v = (draw(*wide) for _ in range(2))
-    b, c = (draw(*shape[:2], config.num_groups, config.head_dim) for _ in range(2))
-    step, rate = 0.1 * draw(*shape, law=torch.rand), -1 - 15 * draw(config.heads, law=torch.rand)
-    q, k = (torch.nn.functional.normalize(draw(*wide), dim=-1) for _ in range(2))
-    beta = draw(*shape, law=torch.rand)
-    scan = {"x": x, "step": step, "rate": rate, "b": b, "c": c}
-    rule = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": rate * step}
-    grad_out = draw(*wide)
+    def uniform(*sizes: int) -> Tensor:
+        return torch.rand(sizes, generator=generator, dtype=torch.float64)
+
+    x, v, b, c = normal(*wide), normal(*wide), normal(*grouped), normal(*grouped)
+    step, rate = 0.1 * uniform(*shape), -1 - 15 * uniform(config.heads)
+    q, k = (torch.nn.functional.normalize(normal(*wide), dim=-1) for _ in range(2))
+    gates = {"beta": uniform(*shape), "log_decay": rate * step}
+    grad_out = normal(*wide)
+    inputs = {
+        MAMBA2: {"x": x, "step": step, "rate": rate, "b": b, "c": c, "grad_out": grad_out},
+        DELTANET: {"q": q, "k": k, "v": v, **gates, "grad_out": grad_out},
+    }
     return {
-        name: {
-            each: tensor.to(config.device, dtype).requires_grad_()
-            for each, tensor in {**tensors, "grad_out": grad_out}.items()
-        }
-        for name, tensors in {MAMBA2: scan, DELTANET: rule}.items()
+        name: {each: x.to(config.device, dtype).requires_grad_() for each, x in tensors.items()}
+        for name, tensors in inputs.items()
     }
 
 

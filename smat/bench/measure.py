@@ -1,7 +1,7 @@
 """Check results, time candidates in turns, and measure peak memory in fresh processes.
 
-The speed of a machine drifts with whatever else runs on it. Taking turns lets every candidate meet
-the same weather; medians and quantiles say how rough it was, page faults say what memory cost.
+The speed of a machine drifts with whatever else runs on it: candidates that take turns meet the
+same weather, quantiles say how rough it was, page faults say what memory cost.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import math
 import multiprocessing
 import os
 import platform
-import resource
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -34,7 +34,6 @@ from smat.machine import processor_name, source_commit
 
 Call = Callable[[], object]
 Key = TypeVar("Key", bound=Hashable)
-Item = TypeVar("Item")
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
 DTYPES |= {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +43,8 @@ TOLERANCES = {"fp64": (1e-12, 1e-10), "fp32": (1e-5, 1e-4), "bf16": HALF, "fp16"
 MIN_RUNS = 3
 LONG_RUN = 5.0  # seconds from which a first call is no worse than any other, and is kept
 CPU = torch.device("cpu")
+# Go through items under a bar with the time left, which vanishes at the end.
+show_progress = partial(track, console=Console(stderr=True), transient=True, refresh_per_second=1)
 
 
 def find_device(device: str, dtype: str = "fp32") -> torch.device:
@@ -52,15 +53,8 @@ def find_device(device: str, dtype: str = "fp32") -> torch.device:
     if place.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device {device} was asked for, but torch sees no CUDA device")
     if place.type == "cpu" and DTYPES[dtype].itemsize < 4:
-        raise ValueError(
-            f"dtype {dtype} is not timed on a CPU, where half-precision products are slow "
-            f"or missing: use fp32 or fp64"
-        )
+        raise ValueError(f"dtype {dtype} is too slow on a CPU to be timed: use fp32 or fp64")
     return place
-
-
-class CheckFailedError(ValueError):
-    """What was to be timed gives wrong numbers."""
 
 
 def forward_backward(
@@ -73,8 +67,8 @@ def forward_backward(
     if "grad_out" not in inputs:
         return {"output": out}
     grads = torch.autograd.grad(out, list(leaves.values()), inputs["grad_out"])
-    named = zip(leaves, grads, strict=True)
-    return {"output": out, **{f"gradient of {name}": grad for name, grad in named}}
+    names = (f"gradient of {name}" for name in leaves)
+    return {"output": out, **dict(zip(names, grads, strict=True))}
 
 
 def check(
@@ -102,10 +96,9 @@ def begin_record(
     """Begin the record of a benchmark; refuse if a check failed, before anything is timed."""
     for each in checks:
         if not each["error"] <= each["tolerance"]:  # NaN fails
-            raise CheckFailedError(
-                f"{each['name']}: the {each['quantity']} at {each['size']} is off by "
-                f"{each['error']:.1e} relative RMS, more than {each['tolerance']:.0e}; "
-                f"nothing was timed"
+            raise ValueError(
+                "{name}: the {quantity} at {size} is off by {error:.1e} relative RMS, more than "
+                "{tolerance:.0e}; nothing was timed".format(**each)
             )
     environment = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -121,8 +114,8 @@ def begin_record(
         "smat": smat.__version__,
         "commit": source_commit(),
     }
-    given = {"environment": environment, "config": config.record(), "checks": checks}
-    return {"benchmark": benchmark, **given}
+    given = {"benchmark": benchmark, "environment": environment, "config": config.record()}
+    return {**given, "checks": checks}
 
 
 class Reading(NamedTuple):
@@ -164,6 +157,8 @@ def sum_up(readings: Sequence[Reading]) -> Timing:
 
 def read_once(call: Call, device: torch.device = CPU) -> Reading:
     """Call once; giving the result's memory back is not timed."""
+    import resource  # which not every system has
+
     before, start = resource.getrusage(resource.RUSAGE_SELF), perf_counter()
     result = call()
     if device.type == "cuda":
@@ -181,31 +176,31 @@ def time_in_turns(
     device: torch.device = CPU,
     what: str = "timing",
 ) -> dict[Key, Timing]:
-    """Time candidates in turns; the order rotates, so that none always follows the same one.
+    """Time candidates in turns, as `read_in_turns` does.
 
     >>> timings = time_in_turns({"add": lambda: 1 + 1, "pass": lambda: None}, 5)
     >>> timings["add"].num_runs, timings["add"].low <= timings["add"].median
     (5, True)
-
-    A first call of each is thrown away. A candidate that used up its budget of seconds leaves after
-    `MIN_RUNS` calls.
     """
-    first = {key: read_once(call, device) for key, call in candidates.items()}
-    kept = {key: [each] if each.seconds >= LONG_RUN else [] for key, each in first.items()}
     calls = {key: (call, repeats) for key, call in candidates.items()}
-    read_in_turns(calls, kept, 1, budget, device, what)
-    return {key: sum_up(readings) for key, readings in kept.items()}
+    readings = read_in_turns(calls, 1, budget, device, what)
+    return {key: sum_up(taken) for key, taken in readings.items()}
 
 
 def read_in_turns(
     calls: Mapping[Key, tuple[Call, int]],
-    readings: Mapping[Key, list[Reading]],
     per_turn: int,
     budget: float = math.inf,
     device: torch.device = CPU,
     what: str = "timing",
-) -> None:
-    """Read each call as often as it is to be made: a few times one, then a few times the next."""
+) -> dict[Key, list[Reading]]:
+    """Read each call as often as it is to be made: a few times one, then a few times the next.
+
+    A first call of each is thrown away. The order rotates, so that none always follows the same
+    one. What used up its budget of seconds leaves after `MIN_RUNS` calls.
+    """
+    first = {key: read_once(call, device) for key, (call, _) in calls.items()}
+    readings = {key: [each] if each.seconds >= LONG_RUN else [] for key, each in first.items()}
     keys = list(calls)
     num_turns = max(math.ceil(count / per_turn) for _, count in calls.values())
     was_enabled = gc.isenabled()
@@ -214,8 +209,8 @@ def read_in_turns(
     gc.disable()
     try:
         for turn in show_progress(range(num_turns), what):
-            first = turn % len(keys)
-            for key in keys[first:] + keys[:first]:
+            start = turn % len(keys)
+            for key in keys[start:] + keys[:start]:
                 (call, count), taken = calls[key], readings[key]
                 if len(taken) < MIN_RUNS or sum(each.seconds for each in taken) < budget:
                     for _ in range(min(per_turn, count - len(taken))):
@@ -225,11 +220,7 @@ def read_in_turns(
         gc.unfreeze()
         if was_enabled:
             gc.enable()
-
-
-def show_progress(items: Sequence[Item], what: str) -> Iterable[Item]:
-    """Go through items under a bar with the time left, which vanishes at the end."""
-    return track(items, what, console=Console(stderr=True), transient=True, refresh_per_second=1)
+    return readings
 
 
 class Workload(NamedTuple):
@@ -244,18 +235,16 @@ class Workload(NamedTuple):
 def peak_extra_bytes(make: Callable[..., Workload], *arguments: object) -> int:
     """Measure what a workload needs beyond its inputs and outputs, in a process of its own.
 
-    A fresh process has no freed memory to hide in. Its inputs are made and written first, the
-    libraries are warmed up on a small problem, what the allocator still holds is given back, and
-    then the high-water mark of the resident set is set back and read again after one call.
+    A fresh process has no freed memory to hide in. Inputs are made and the libraries warmed up
+    before the high-water mark of the resident set is set back, and read again after one call.
     """
     context, threads = multiprocessing.get_context("spawn"), torch.get_num_threads()
     with ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,)) as fresh:
         try:
             return fresh.submit(_peak_extra_bytes_here, make, *arguments).result()
         except BrokenProcessPool as error:
-            raise OSError(
-                f"the process that measured the memory of {make.__name__} died"
-            ) from error
+            what = f"the process that measured the memory of {make.__name__} died"
+            raise OSError(what) from error
 
 
 def _peak_extra_bytes_here(make: Callable[..., Workload], *arguments: object) -> int:

@@ -27,7 +27,7 @@ def run_tabulate(config: TabulateConfig) -> dict[str, Any]:
         for each in _check(geometry, method, device)
     ]
     record = measure.begin_record("tabulate", config, device, checks)
-    rows = [row for geometry in geometries for row in _time(geometry, config, device)]
+    rows = [row for geometry in geometries for row in _rows(geometry, config, device)]
     return {**record, "rows": rows}
 
 
@@ -42,12 +42,12 @@ def tabulate_by(
     shape = geometry.field_size, geometry.ambient_dim
     if method == "dense":
         incidence = hyperplanes.incidence(*shape, device).float()
-        return lambda table, out: torch.matmul(incidence, table, out=out), _bytes([incidence])
+        return lambda table, out: torch.matmul(incidence, table, out=out), incidence.nbytes
     list_steps = radon.tabulation_steps if method == "factored" else radon.incident_points
-    kept = [index for step in list_steps(*shape, device) for index in step]
+    num_bytes = sum(index.nbytes for step in list_steps(*shape, device) for index in step)
     if method == "factored":
-        return lambda table, out: radon.tabulate_tables(table, *shape, out=out), _bytes(kept)
-    return lambda table, out: out.copy_(geometry.tabulate(table, method)), _bytes(kept)
+        return lambda table, out: radon.tabulate_tables(table, *shape, out=out), num_bytes
+    return lambda table, out: out.copy_(geometry.tabulate(table, method)), num_bytes
 
 
 def tabulate_workload(
@@ -59,30 +59,34 @@ def tabulate_workload(
     return measure.Workload(partial(transform, *wide), 0, partial(transform, *narrow), device)
 
 
-def _time(geometry: Geometry, config: TabulateConfig, device: torch.device) -> list[dict[str, Any]]:
+def _rows(geometry: Geometry, config: TabulateConfig, device: torch.device) -> list[dict[str, Any]]:
+    """Time the forms at one geometry."""
     tables = _tables(geometry, config.num_columns, device)
     forms = {method: tabulate_by(method, geometry, device) for method in _methods(geometry, config)}
     calls = {method: partial(transform, *tables) for method, (transform, _) in forms.items()}
     what = f"tabulate, q = {geometry.field_size}, d = {geometry.vc_dim}"
     timings = measure.time_in_turns(calls, config.repeats, config.budget, device, what)
-    rows = []
-    for method, timing in timings.items():
-        work = tabulate_workload, geometry, method, config.num_columns, device
-        rows.append(
-            {
-                "field_size": geometry.field_size,
-                "vc_dim": geometry.vc_dim,
-                "num_profiles": geometry.num_profiles,
-                "num_types": geometry.num_types,
-                "method": method,
-                "additions": geometry.tabulation_cost(method),
-                "timing": timing._asdict(),
-                "ratio_to_factored": timing.ratio_to(timings["factored"]),
-                "kept_bytes": forms[method][1],
-                "working_bytes": measure.peak_extra_bytes(*work) if config.memory else None,
-            }
+    working = {
+        method: measure.peak_extra_bytes(
+            tabulate_workload, geometry, method, config.num_columns, device
         )
-    return rows
+        for method in (forms if config.memory else ())
+    }
+    return [
+        {
+            "field_size": geometry.field_size,
+            "vc_dim": geometry.vc_dim,
+            "num_profiles": geometry.num_profiles,
+            "num_types": geometry.num_types,
+            "method": method,
+            "additions": geometry.tabulation_cost(method),
+            "timing": timing._asdict(),
+            "ratio_to_factored": timing.ratio_to(timings["factored"]),
+            "kept_bytes": forms[method][1],
+            "working_bytes": working.get(method),
+        }
+        for method, timing in timings.items()
+    ]
 
 
 def _methods(geometry: Geometry, config: TabulateConfig) -> list[str]:
@@ -109,7 +113,3 @@ def _check(geometry: Geometry, method: str, device: torch.device) -> list[dict[s
 def _tables(geometry: Geometry, num_columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
     table = torch.rand(1, geometry.num_profiles, num_columns, device=device)
     return table, torch.ones(1, geometry.num_types, num_columns, device=device)
-
-
-def _bytes(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -109,7 +109,7 @@ def run(
             outcomes = run_all(
                 to_make, store, made_by, listener=display, should_stop=should_stop, again=again
             )
-    from smat.report.text_tables import print_table
+    from smat.report.page import print_table
 
     print_table(experiment, preset, store.roots, Console(width=TABLE_WIDTH, highlight=False))
     num_failed = sum(outcome.kind == "failed" for outcome in outcomes)
@@ -165,7 +165,7 @@ def report(
 ) -> None:
     """Write one HTML page and Markdown: every table beside the paper's."""
     if tables is not None:
-        from smat.report.text_tables import refresh_file
+        from smat.report.page import refresh_file
 
         typer.echo(f"{refresh_file(tables, Store(out).roots)} tables in {tables}")
         return

@@ -9,8 +9,18 @@ from typing import TYPE_CHECKING
 
 from smat.experiments.run import Experiment
 from smat.extras import require
-from smat.report.published import NOTHING, PaperTable, Published, reproduced_tables, text_at
-from smat.report.records import Record, format_count, format_value, is_loss, select
+from smat.report.records import (
+    NOTHING,
+    PaperTable,
+    Published,
+    Record,
+    format_count,
+    format_value,
+    is_loss,
+    reproduced_tables,
+    select,
+    text_at,
+)
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -36,14 +46,13 @@ class Table:
 class ResultTable(Table):
     """A table of the paper as far as it has been run with one preset.
 
-    Attributes:
-        cells: The columns that hold results, with their headings.
-        numbers: A line a number: arm, kind, label, cell, mean, std, num_seeds.
-        own_cells: Whether the runs were evaluated elsewhere than the paper's table, at shorter
-            lengths for example, so that no number of the paper stands beside them.
+    `numbers` has a line a number: arm, kind, label, cell, mean, std, num_seeds. Runs that were
+    evaluated elsewhere than the paper's table, at shorter lengths for example, have `own_cells`,
+    and no number of the paper stands beside them.
     """
 
-    cells: Mapping[str, str]
+    preset: str
+    cells: Mapping[str, str]  # the columns that hold results, with their headings
     numbers: DataFrame
     records: Sequence[Record]
     own_cells: bool
@@ -84,7 +93,7 @@ def result_table(
     if records:
         text = text.join(_extras(text.index, numbers, records))
     headings = {**cells, **EXTRA} if records else cells
-    return ResultTable(headings, text, cells, numbers, records, bool(own_cells))
+    return ResultTable(headings, text, preset, cells, numbers, records, bool(own_cells))
 
 
 def load_table(experiment: Experiment, preset: str, records: Iterable[Record]) -> Table | None:
@@ -130,14 +139,11 @@ def own_columns(records: Iterable[Record], cells: Mapping[str, str]) -> dict[str
         if record.run.cell not in cells:
             filled = [name for name in record.by_cell if name not in ("", record.run.cell)]
             found.update({name: cells.get(name, name.replace("=", " = ")) for name in filled})
-    return {} if all(name in cells for name in found) else found
+    return {} if found.keys() <= cells.keys() else found
 
 
 def cells_of(record: Record, columns: Mapping[str, str]) -> dict[str, float]:
-    """Return the cells of a table that a record fills, with their accuracies.
-
-    One run may fill several: a model that is trained once and evaluated at several lengths.
-    """
+    """Return the cells that a record fills: several if it was evaluated at several lengths."""
     filled = {cell: value for cell, value in record.by_cell.items() if cell in columns}
     cell = record.run.cell
     return filled if filled and cell not in columns else {cell: record.accuracy, **filled}
@@ -159,9 +165,7 @@ def _join_shared(controls: DataFrame) -> DataFrame:
     return controls.drop_duplicates([*LINE, "cell"])
 
 
-def _paper_numbers(
-    experiment: Experiment, arms: Mapping[str, str], published: Published
-) -> DataFrame:
+def _paper_numbers(experiment: Experiment, arms: Iterable[str], published: Published) -> DataFrame:
     """Return what the paper has for an experiment; where two tables have a cell, the first's."""
     tables = reproduced_tables(experiment, published)
     labels = {arm: label for table in reversed(tables) for arm, label in table["rows"].items()}
@@ -204,16 +208,14 @@ def _extras(
     texts = []
     for arm, kind, _ in lines:
         same = [record for record in records if record.run.arm == arm and kind == OURS]
+        if not same:
+            texts.append(["", "", ""])
+            continue
         counts = sorted({record.parameters for record in same if record.parameters})
-        minutes = fmean(record.minutes for record in same) if same else 0.0
+        minutes = fmean(record.minutes for record in same)
         digits = 2 if minutes < 1 else int(minutes < 10)
-        texts.append(
-            [
-                seeds_of(numbers[numbers["arm"] == arm]) if same else "",
-                _extremes(map(format_count, counts)),
-                f"{minutes:.{digits}f}" if same else "",
-            ]
-        )
+        seeds, sizes = seeds_of(numbers[numbers["arm"] == arm]), map(format_count, counts)
+        texts.append([seeds, _extremes(sizes), f"{minutes:.{digits}f}"])
     return pd.DataFrame(texts, index=lines, columns=list(EXTRA))
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from smat.extras import require
 from smat.masks import boundary
 from smat.masks.mask import SMatMask, SMatWarning
-from smat.report.bench_table import count_heads, format_sizes
 from smat.report.records import Record, is_loss
 
 if TYPE_CHECKING:
@@ -29,15 +28,12 @@ if TYPE_CHECKING:
 MAX_SEQ_LEN = 4096  # a figure holds T x T cells, and no screen shows more
 FUTURE, UNSEEN, CAUSAL, LONG_RANGE, LONG_RANGE_NEXT = range(5)
 MASK_COLOURS = ("#ffffff00", "#8d8d8d33", "#4a7fb5", "#d1495b", "#e59500")
-MASK_LEGEND = {
-    CAUSAL: "causal",
-    LONG_RANGE: "long range: on the hyperplane",
-    LONG_RANGE_NEXT: "the same, next direction",
-    UNSEEN: "zero: off the hyperplane",
-}
+MASK_LEGEND = {CAUSAL: "causal", LONG_RANGE: "long range: on the hyperplane"}
+MASK_LEGEND |= {LONG_RANGE_NEXT: "the same, next direction", UNSEEN: "zero: off the hyperplane"}
 INK, GREY = "#2b2d42", "#8d8d8d"
 COLOURS = ("#4a7fb5", "#2a9d8f", "#e59500", "#d1495b", "#8a63c9", GREY, "#c0609b", "#7c9a2c")
 LINES = ("-", "--", ":", "-.")
+Looks = dict[str, dict[str, Any]]  # keywords of a line, by arm
 STYLE = {
     "font.size": 9, "axes.titlesize": 10, "legend.fontsize": 9, "legend.frameon": False,
     "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.linewidth": 0.8,
@@ -190,7 +186,7 @@ def curves_figure(
     return figure
 
 
-def line_looks(arms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def line_looks(arms: Mapping[str, str]) -> Looks:
     """Give every arm a kind of line and a colour that no other has.
 
     >>> line_looks({"mamba2": "Mamba-2"})
@@ -203,17 +199,12 @@ def line_looks(arms: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def over_seeds(points: DataFrame, quantity: str) -> DataFrame:
-    """Join the curves of several seeds at the steps where every one has a number."""
-    joined = points.groupby("step")[quantity].agg(["mean", "min", "max", "count"])
-    return joined[(joined["count"] > 0) & (joined["count"] == joined["count"].max())]
-
-
-def _draw_curves(
-    axes: Axes, points: DataFrame, quantity: str, looks: Mapping[str, dict[str, Any]]
-) -> None:
+def _draw_curves(axes: Axes, points: DataFrame, quantity: str, looks: Looks) -> None:
     for arm, look in looks.items():
-        curve = over_seeds(points[points["arm"] == arm], quantity)
+        by_step = points[points["arm"] == arm].groupby("step")[quantity]
+        curve = by_step.agg(["mean", "min", "max", "count"])
+        # The seeds meet at the steps where every one has a number.
+        curve = curve[(curve["count"] > 0) & (curve["count"] == curve["count"].max())]
         axes.plot(curve["mean"], marker="o" if len(curve) == 1 else None, **look)
         if (curve["min"] < curve["max"]).any():
             _band(axes, curve.index, curve["min"], curve["max"], look["color"])
@@ -242,13 +233,14 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
     decoding = result["benchmark"] == "decode"
     batches = sorted({row["batch"] for row in rows}) if decoding else [config["batch"]]
     what = "decoding" if decoding else "forward" + " + backward" * (result["benchmark"] == "train")
+    sizes = "K = {key_dim}, V = {value_dim}, {dtype}".format_map(config)
     with _style():
         figure = _figure(4.6 * len(batches) + 1.8, 4.3)
         panels = figure.subplots(1, len(batches), squeeze=False)[0]
         for axes, batch in zip(panels, batches, strict=True):
             same = [row for row in rows if row["batch"] == batch] if decoding else rows
             _draw_times(axes, same, "context" if decoding else "seq_len")
-            axes.set_title(f"{what}, {format_sizes(config)}, batch {batch}", fontsize=9)
+            axes.set_title(f"{what}, {_heads(config['heads'])}, {sizes}, batch {batch}", fontsize=9)
             axes.set_xlabel("context, tokens" if decoding else "tokens T")
             axes.set_ylabel("milliseconds a token" if decoding else "milliseconds")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
@@ -257,17 +249,18 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
 
 def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> None:
     """Draw a line a variant: coloured by VC dimension, dashed with gates, dotted if it moves."""
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     num_heads = max(row.get("heads", 1) for row in rows)
     for name in dict.fromkeys(row["name"] for row in rows):
         same = sorted((row for row in rows if row["name"] == name), key=lambda row: row[length])
         first, x = same[0], [row[length] for row in same]
-        low, middle, high = (
-            [1e3 * row["timing"][field] for row in same] for field in ("low", "median", "high")
-        )
+        times = [
+            [1e3 * row["timing"][field] for field in ("low", "median", "high")] for row in same
+        ]
+        low, middle, high = zip(*times, strict=True)
         heads = first.get("heads", num_heads)
-        label = name if heads == num_heads else f"{name}, {count_heads(heads)}"
+        label = name if heads == num_heads else f"{name}, {_heads(heads)}"
         colour = GREY if first["vc_dim"] is None else COLOURS[(first["vc_dim"] - 1) % 5]
         line = LINES[bool(first.get("gated")) + 2 * (first.get("window_step") is not None)]
         axes.plot(x, middle, line, color=colour, marker="o", label=label)
@@ -279,8 +272,11 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
     axes.set_xticks(lengths, [f"{x // 1024}K" if x % 1024 == 0 else str(x) for x in lengths])
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_locator(NullLocator())
+    axes.minorticks_off()
+
+
+def _heads(heads: int) -> str:
+    return f"{heads} head{'s' * (heads != 1)}"
 
 
 def _band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:

@@ -1,41 +1,35 @@
-"""Write the report: one page of HTML that needs nothing else, and the same as Markdown."""
+"""Write tables as Markdown: in a file, on a terminal, in the report, which is HTML as well."""
 
 from __future__ import annotations
 
 import re
 from base64 import b64encode
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from markdown_it import MarkdownIt
+from rich.console import Console
+from rich.markdown import Markdown
 
 from smat.experiments.run import Experiment
-from smat.experiments.tables import EXPERIMENTS
+from smat.experiments.tables import EXPERIMENTS, find_experiment
 from smat.extras import require
 from smat.report import experiment_tables as tables
-from smat.report import figures, published, records, text_tables
-from smat.report.published import PaperTable, Published
-from smat.report.records import Record
+from smat.report import figures, records
+from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
 FIGURES = "report-figures"
-
-
-@dataclass(frozen=True)
-class PresetTable:
-    """The table of one preset, how many of its runs are done, and how many are out of date."""
-
-    preset: str
-    table: tables.ResultTable
-    loads: tables.Table | None
-    progress: str
-    stale: str
-    picture: str  # the file name of its learning curves
+BELOW = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
+MARKED = re.compile(
+    r"(<!-- table: (?P<name>[\w-]+) (?P<preset>\w+) -->\n).*?(<!-- end of table -->)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +38,7 @@ class Section:
 
     experiment: Experiment
     task: str
-    tables: Sequence[PresetTable]
+    tables: Sequence[tables.ResultTable]
     not_run: Sequence[str]
     sources: Sequence[str]
     details: Sequence[PaperTable]
@@ -65,7 +59,7 @@ def write_report(out: Path, roots: Sequence[Path]) -> Path:
     Returns the path of the page. Where two roots hold the same run, the first root's counts.
     """
     found = records.load_records(roots)
-    return save_report(out, content_of(EXPERIMENTS, found, published.load_published()))
+    return save_report(out, content_of(EXPERIMENTS, found, records.load_published()))
 
 
 def content_of(
@@ -74,7 +68,7 @@ def content_of(
     """Arrange everything that is known as sections, in the order of the experiments."""
     known = [record for record in found if record.run.experiment in experiments]
     sections = [_section(experiment, known, paper) for experiment in experiments.values()]
-    return Content(known, sections, published.not_reproduced(experiments, paper))
+    return Content(known, sections, records.not_reproduced(experiments, paper))
 
 
 def save_report(out: Path, content: Content) -> Path:
@@ -82,11 +76,10 @@ def save_report(out: Path, content: Content) -> Path:
     templates = _templates()
     drawn = {"masks.svg": figures.mask_figure(figures.example_masks())}
     for section in content.sections:
-        for shown in section.tables:
-            figure = figures.curves_figure(
-                shown.table.records, section.experiment.arms, shown.table.cells
-            )
-            drawn |= {shown.picture: figure} if figure else {}
+        for table in section.tables:
+            arms = section.experiment.arms
+            if figure := figures.curves_figure(table.records, arms, table.cells):
+                drawn[picture_name(section.experiment, table.preset)] = figure
     pictures = {name: figures.figure_svg(figure) for name, figure in drawn.items()}
     for name, svg in pictures.items():
         write_atomically(out / FIGURES / name, svg.encode())
@@ -106,8 +99,9 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    templates.globals.update(tables=tables, records=records, text_tables=text_tables, prose=prose)
-    templates.filters["md"] = text_tables.escape_markdown
+    templates.globals.update(tables=tables, records=records, format_markdown=format_markdown)
+    templates.globals.update(prose=prose, progress=progress, picture_name=picture_name)
+    templates.filters["md"] = escape_markdown
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
     return templates
 
@@ -121,21 +115,34 @@ def prose(text: str) -> str:
     return MarkdownIt("zero").enable(["list", "backticks"]).render(text)
 
 
+def progress(experiment: Experiment, table: tables.ResultTable) -> str:
+    """Say how many of the runs of a preset are done."""
+    keys = {record.key for record in table.records}
+    runs = experiment.runs(table.preset, None) if table.preset in experiment.presets else []
+    done = f"{sum(run.key in keys for run in runs)} of {len(runs)}"
+    return done if runs else f"{len(table.records)} runs"
+
+
+def picture_name(experiment: Experiment, preset: str) -> str:
+    """Name the file of a preset's learning curves."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-curves") + ".svg"
+
+
 def _section(experiment: Experiment, found: Sequence[Record], paper: Published) -> Section:
     """Show the presets that have records, and one that the paper's numbers stand beside."""
     presets = list(experiment.presets)
     ran = sorted({r.run.preset for r in found if r.run.experiment == experiment.name})
-    shown = [_preset_table(experiment, preset, found, paper) for preset in ran]
-    compared = any(tables.PAPER in set(table.table.numbers["kind"]) for table in shown)
+    shown = [tables.result_table(experiment, preset, found, paper) for preset in ran]
+    compared = any(tables.PAPER in set(table.numbers["kind"]) for table in shown)
     if not compared and presets[-1] not in ran:
-        shown.append(_preset_table(experiment, presets[-1], found, paper))
-    most = max(table.table.num_filled for table in shown)
+        shown.append(tables.result_table(experiment, presets[-1], found, paper))
+    most = max(table.num_filled for table in shown)
 
-    def rank(table: PresetTable) -> tuple[bool, int]:
+    def rank(table: tables.ResultTable) -> tuple[bool, int]:
         # The largest settings first; but a single run at the paper's settings must not push a
         # whole table of smaller ones down the page.
         place = presets.index(table.preset) if table.preset in presets else -1
-        return 2 * table.table.num_filled < most, -place
+        return 2 * table.num_filled < most, -place
 
     shown.sort(key=rank)
     first = shown[0].preset if shown[0].preset in presets else presets[-1]
@@ -145,23 +152,68 @@ def _section(experiment: Experiment, found: Sequence[Record], paper: Published) 
         runs[-1].task.describe() if runs else "",  # of the hardest cell
         shown,
         [preset for preset in presets if preset not in {table.preset for table in shown}],
-        [table["source"] for table in published.reproduced_tables(experiment, paper)],
-        published.detail_tables(experiment, paper),
+        [table["source"] for table in records.reproduced_tables(experiment, paper)],
+        records.detail_tables(experiment, paper),
     )
 
 
-def _preset_table(
-    experiment: Experiment, preset: str, found: Sequence[Record], paper: Published
-) -> PresetTable:
-    table = tables.result_table(experiment, preset, found, paper)
-    keys = {record.key for record in table.records}
-    runs = experiment.runs(preset, None) if preset in experiment.presets else []
-    done = f"{sum(run.key in keys for run in runs)} of {len(runs)}"
-    return PresetTable(
-        preset,
-        table,
-        tables.load_table(experiment, preset, found),
-        done if runs else f"{len(table.records)} runs",
-        records.stale_note(table.records, experiment, preset),
-        re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-curves") + ".svg",
+def format_markdown(table: tables.Table) -> str:
+    """Write a table as Markdown: ours in bold, what belongs to an arm below it."""
+    lines = [["", *map(escape_markdown, table.headings.values())]]
+    lines.append(["---", *["---:"] * len(table.headings)])
+    for (arm, kind, label), texts in table.text.iterrows():
+        label = escape_markdown(label)
+        label = f"**{label}**" if kind == tables.OURS else f"{BELOW} {label}" if arm else label
+        lines.append([label, *map(escape_markdown, texts)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def escape_markdown(text: str) -> str:
+    r"""Write a text so that Markdown shows it as it is.
+
+    >>> print(escape_markdown("a|b *c* <d>"))
+    a\|b \*c\* &lt;d&gt;
+    """
+    text = re.sub(r"([\\`*_\[\]|])", r"\\\1", " ".join(text.split()))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def refresh(text: str, found: Sequence[Record]) -> str:
+    """Write every marked table of a Markdown text anew, from records.
+
+    >>> refresh("No table here.", [])
+    'No table here.'
+    """
+    published = records.load_published()
+
+    def table(match: re.Match[str]) -> str:
+        name, preset = match["name"], match["preset"]
+        experiment = find_experiment(name)
+        if preset not in experiment.presets:
+            presets = ", ".join(experiment.presets)
+            raise ValueError(f"{name} has no preset {preset!r}; it has {presets}")
+        made = format_markdown(tables.result_table(experiment, preset, found, published))
+        return f"{match[1]}{made}{match[4]}"
+
+    return MARKED.sub(table, text)
+
+
+def refresh_file(path: Path, roots: Iterable[Path]) -> int:
+    """Write the marked tables of a file anew and return how many there are."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(refresh(text, records.load_records(roots)), encoding="utf-8")
+    return len(MARKED.findall(text))
+
+
+def print_table(
+    experiment: Experiment, preset: str, roots: Sequence[str | Path], console: Console
+) -> None:
+    """Print the table of one preset, and what it took, on a terminal."""
+    table = tables.result_table(
+        experiment, preset, records.load_records(roots), records.load_published()
     )
+    title = f"{experiment.title}, preset {preset}: {experiment.presets.get(preset, '')}"
+    facts = [f"{name}: {text}" for name, text in records.facts_of(table.records).items()]
+    notes = filter(None, [*facts, records.stale_note(table.records, experiment, preset)])
+    told = "".join(f"- {escape_markdown(note)}\n" for note in notes)
+    console.print(Markdown(f"**{escape_markdown(title)}**\n\n{format_markdown(table)}\n{told}"))

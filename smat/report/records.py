@@ -1,10 +1,12 @@
-"""Read the records of finished runs, and write what they say: times, counts, means."""
+"""Read the records of finished runs and the paper's tables, and write what they say as text."""
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
+from importlib.resources import files
 from math import isnan
 from pathlib import Path
 from statistics import fmean
@@ -13,6 +15,17 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from smat.experiments.run import Experiment
+
+PaperTable = Mapping[str, Any]  # one table of published.json
+Published = Mapping[str, PaperTable]
+
+NOTHING = "\N{EN DASH}"  # neither run nor to be run: the paper has no number here
+ROW_UNITS = "as in the row"
+# What else the paper says about the runs of a table: seed by seed, levels, fractions.
+DETAILS = {
+    "tab:mkar": ("tab:mkar-seeds", "text:mkar-chance", "fig:mkar-sanity"),
+    "tab:mqar-uniform": ("tab:mqar-placed/routed",),
+}
 
 
 class RecordWarning(UserWarning):
@@ -61,7 +74,7 @@ def load_records(roots: Iterable[str | Path]) -> list[Record]:
     is skipped with a warning that names it.
     """
     found: dict[RunName, Record] = {}
-    for path in (path for root in roots for path in _files(Path(root))):
+    for path in (path for root in map(Path, roots) for path in _files(root)):
         try:
             record = Record.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
@@ -106,13 +119,12 @@ def facts_of(records: Sequence[Record]) -> dict[str, str]:
     if not records:
         return {"runs": "none"}
     minutes = [record.minutes for record in records]
+    least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
     took = f"{format_minutes(sum(minutes))} in all"
-    if len(minutes) > 1:
-        least, most = format_minutes(min(minutes)), format_minutes(max(minutes))
-        extremes = f" ({least} to {most})" if least != most else ""
-        took += f", {format_minutes(fmean(minutes))} a run{extremes}"
-    full = dict.fromkeys(record.commit for record in records if record.commit)
-    commits = list(dict.fromkeys(name[:10] + "+" * name.endswith("+") for name in full))
+    took += f", {format_minutes(fmean(minutes))} a run" if len(minutes) > 1 else ""
+    took += f" ({least} to {most})" if least != most else ""
+    names = [record.commit for record in records if record.commit]
+    commits = list(dict.fromkeys(name[:10] + "+" * name.endswith("+") for name in names))
     if len(commits) > 4:
         commits = [*commits[:2], f"{commits[2]} and {len(commits) - 3} more"]
     days = sorted({record.finished[:10] for record in records if record.finished})
@@ -131,6 +143,65 @@ def _machine(hardware: dict[str, Any]) -> str:
     texts = [hardware.get("cpu"), cores and f"{cores} core{'s' * (cores != 1)}"]
     texts += [torch and f"torch {torch}", device if device != "cpu" else None]
     return ", ".join(filter(None, texts))
+
+
+def load_published() -> Published:
+    """Return the paper's tables, by label."""
+    text = files("smat.experiments").joinpath("published.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def published_keys(experiment: Experiment) -> list[str]:
+    """Return the labels of the paper's tables that an experiment reproduces, the main one first."""
+    return [label.strip() for label in (experiment.published or "").split(",") if label.strip()]
+
+
+def reproduced_tables(experiment: Experiment, published: Published) -> list[PaperTable]:
+    """Return the tables of the paper that an experiment reproduces."""
+    return [published[key] for key in published_keys(experiment) if key in published]
+
+
+def detail_tables(experiment: Experiment, published: Published) -> list[PaperTable]:
+    """Return what else the paper says about an experiment."""
+    keys = [key for label in published_keys(experiment) for key in DETAILS.get(label, ())]
+    return [published[key] for key in keys if key in published]
+
+
+def not_reproduced(experiments: Mapping[str, Experiment], published: Published) -> Published:
+    """Return the tables of the paper that no experiment reproduces."""
+    known = {key for experiment in experiments.values() for key in published_keys(experiment)}
+    known.update(key for main in known & DETAILS.keys() for key in DETAILS[main])
+    return {key: table for key, table in published.items() if key not in known}
+
+
+def text_at(table: PaperTable, arm: str, cell: str) -> str:
+    """Write a cell as the paper prints it: words, or a mean and its deviation if it has one.
+
+    >>> table = {"columns": {"x": "x"}, "rows": {"a": "A", "b": "B"}, "unit": "nats",
+    ...          "values": {"a": {"x": [1.64, 0.006]}, "b": {"x": [99, None]}}}
+    >>> text_at(table, "a", "x"), text_at(table, "b", "x"), text_at(table, "c", "x")
+    ('1.640 ± 0.006', '99', '–')
+
+    A fraction gets the decimals of its column, which JSON does not keep; a whole number stays one.
+    """
+    words = table.get("text", {}).get(arm, {}).get(cell)
+    if words is not None:
+        return NOTHING if words == "-" else words
+    values = table["values"]
+    line = values.get(arm, {})
+    by_row = table.get("unit") == ROW_UNITS
+    near = line.values() if by_row else [each.get(cell, ()) for each in values.values()]
+    decimals = max((_decimals(number) for pair in near for number in pair), default=0)
+    numbers = [number for number in line.get(cell, ()) if number is not None]
+    texts = [f"{x:.{decimals}f}" if _decimals(x) else repr(x) for x in numbers]
+    return " ± ".join(texts) or NOTHING
+
+
+def _decimals(number: float | None) -> int:
+    """Count the decimals of a number as it is written; one in powers of ten has none to count."""
+    if not isinstance(number, float) or "e" in repr(number):
+        return 0
+    return len(repr(number).partition(".")[2])
 
 
 def format_minutes(minutes: float) -> str:
@@ -168,8 +239,7 @@ def format_value(mean: float, std: float | None = None, decimals: int = 1) -> st
     >>> format_value(98.25, 0.4), format_value(46.55), format_value(-0.001)
     ('98.3 ± 0.4', '46.6', '0.0')
 
-    What is rounded are the digits that Python prints: the 46.55 of a paper becomes 46.6, although
-    the nearest binary fraction lies below it.
+    Rounded are the digits that Python prints: 46.55 becomes 46.6, though its binary form is less.
     """
     unit = Decimal(1).scaleb(-decimals)
     numbers = [number for number in (mean, std) if number is not None and not isnan(number)]

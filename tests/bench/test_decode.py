@@ -15,7 +15,6 @@ pytest.importorskip("rich")
 
 from smat.bench.config import DecodeConfig
 from smat.bench.decode import Decoder, plan_packs, run_decode
-from smat.bench.measure import CheckFailedError
 
 SMALL = DecodeConfig(
     contexts=(64, 128), vc_dims=(1, 2, 3), batches=(1, 2), heads=2, key_dim=4, value_dim=4,
@@ -102,6 +101,15 @@ def test_what_does_not_fit_together_is_timed_apart_and_what_never_fits_is_left_o
     } in skipped
 
 
+def test_a_command_that_may_use_no_memory_says_that_nothing_was_timed(capsys, tmp_path):
+    pytest.importorskip("typer")
+    from smat.__main__ import main
+
+    options = ["--context", "64", "--max-gb", "0", "--json-out", str(tmp_path / "r.json")]
+    assert main(["bench", "decode", *options]) == 1
+    assert "the benchmark timed nothing" in capsys.readouterr().err
+
+
 def test_a_wrong_step_is_not_timed(monkeypatch):
     right = smat.smat_attention
 
@@ -118,7 +126,7 @@ def test_a_wrong_step_is_not_timed(monkeypatch):
         return out, Wrong(state)
 
     monkeypatch.setattr(smat, "smat_attention", broken)
-    with pytest.raises(CheckFailedError, match=r"d=1: the output at T = 149.*nothing was timed"):
+    with pytest.raises(ValueError, match=r"d=1: the output at T = 149.*nothing was timed"):
         run_decode(SMALL)
 
 

@@ -15,7 +15,7 @@ from smat.report.figures import (
     mask_figure,
     save_figure,
 )
-from smat.report.published import load_published
+from smat.report.records import load_published
 from tests.report.experiments_case import ARMS, CELLS, make_record
 
 pytest.importorskip("matplotlib")

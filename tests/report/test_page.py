@@ -10,7 +10,7 @@ import pytest
 
 from smat.report import page as page_module
 from smat.report.page import content_of, prose, save_report, write_report
-from smat.report.published import load_published
+from smat.report.records import load_published
 from tests.report.experiments_case import (
     ARMS,
     CELLS,
@@ -165,7 +165,7 @@ def test_the_same_records_give_the_same_page(folder, tmp_path):
 
 def test_a_report_of_nothing_is_a_report(tmp_path, monkeypatch):
     monkeypatch.setattr(page_module, "EXPERIMENTS", {"made-up": EXPERIMENT})
-    monkeypatch.setattr(page_module.published, "load_published", lambda: PUBLISHED)
+    monkeypatch.setattr(page_module.records, "load_published", lambda: PUBLISHED)
     path = write_report(tmp_path / "new", [tmp_path / "none"])
     assert path == tmp_path / "new" / "report.html"
     page = Page(path.read_text(encoding="utf-8"))

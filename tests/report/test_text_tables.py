@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from smat.report import text_tables
+from smat.report import records
 from smat.report.experiment_tables import result_table
-from smat.report.records import load_records
-from smat.report.text_tables import (
+from smat.report.page import (
     MARKED,
     escape_markdown,
     format_markdown,
@@ -18,6 +17,7 @@ from smat.report.text_tables import (
     refresh,
     refresh_file,
 )
+from smat.report.records import load_records
 from tests.report.experiments_case import ARMS, EXPERIMENT, PUBLISHED, make_record, write_record
 
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def test_losses_among_controls_keep_three_decimals():
 
 
 def printed(folder, monkeypatch, preset="paper"):
-    monkeypatch.setattr(text_tables, "load_published", lambda: PUBLISHED)
+    monkeypatch.setattr(records, "load_published", lambda: PUBLISHED)
     console = Console(width=200, record=True, file=StringIO())
     print_table(EXPERIMENT, preset, [folder], console)
     return console.export_text()
