@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from smat.layers import SMatAttention, sum_balance_losses
+from smat.layers import sum_balance_losses
 from smat.layers.primitives import RMSNorm
 from smat.models.mixers import Option, SequenceTask, make_mixer
 
@@ -55,13 +55,12 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _mix(self, x: Tensor, rows: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Where all examples ask at the same rows, SMat-Attention reads nothing else."""
-        ids = inputs.get("token_ids")
-        if rows is None:
-            return self.mixer(x, token_ids=ids)[0]
-        if isinstance(self.mixer, SMatAttention) and bool((rows == rows[0]).all()):
-            return self.mixer(x, token_ids=ids, positions=rows[0])[0]
-        return take_rows(self.mixer(x, token_ids=ids)[0], rows)
+        """Mix all tokens; where all examples ask at the same rows, a mixer may make these alone."""
+        extras = {name: each for name, each in inputs.items() if name in self.mixer.extra_inputs}
+        if rows is not None and bool((rows == rows[0]).all()):
+            return self.mixer(x, positions=rows[0], **extras)[0]
+        mixed = self.mixer(x, **extras)[0]
+        return mixed if rows is None else take_rows(mixed, rows)
 
 
 class SequenceModel(nn.Module):
