@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
 from smat.masks import SMatMask, type_through_cell
-from smat.ops.chosen_scores import chosen_scores
 
 
 class TypeReads(NamedTuple):
@@ -195,3 +195,55 @@ def _highest(scores: Tensor, num: int) -> Tensor:
     spare = max(0, 64 * num - scores.shape[-1])
     found = F.pad(scores, (0, spare), value=-torch.inf).topk(num, dim=-1).indices
     return found.clamp(max=last)
+
+
+def chosen_scores(
+    scores: Tensor, chosen: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    """Take the chosen ones of scores (..., H, B), and let x, weight and bias have the gradient.
+
+    >>> x, weight, bias = torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2)
+    >>> scores, chosen = (x @ weight.T).unsqueeze(1), torch.tensor([[[1]], [[0]]])
+    >>> chosen_scores(scores, chosen, x, weight.requires_grad_(), bias).flatten()
+    tensor([3., 2.], grad_fn=<ViewBackward0>)
+
+    The scores are those of a linear map, x (..., width), weight (H B, width), bias (H B); `chosen`
+    (..., H, k) names k of B.
+    """
+    return _ChosenScores.apply(x, weight, bias, scores, chosen)  # type: ignore[no-untyped-call]
+
+
+class _ChosenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        return scores.gather(-1, chosen)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        x, weight, bias, scores, chosen = inputs
+        ctx.save_for_backward(x, weight, chosen)
+        ctx.num_classes, ctx.bias_dtype = scores.shape[-1], bias.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, chosen = ctx.saved_tensors
+        wide, heads = grad.dtype, torch.arange(chosen.shape[-2], device=chosen.device)
+        row = (chosen + ctx.num_classes * heads.unsqueeze(-1)).flatten(-2).flatten(0, -2)
+        per_token, pull = row.shape[1], grad.reshape(row.shape)
+        grad_x = F.embedding_bag(row, weight.to(wide), mode="sum", per_sample_weights=pull)
+        # A row of the weight meets the tokens that chose it: the same sum, sorted by row.
+        order = row.flatten().argsort()
+        count = torch.bincount(row.flatten(), minlength=len(weight))
+        grad_weight = F.embedding_bag(
+            order // per_token, x.flatten(0, -2).to(wide), count.cumsum(0) - count, mode="sum",
+            per_sample_weights=pull.flatten()[order],
+        )  # fmt: skip
+        grad_bias = pull.new_zeros(len(weight)).index_add_(0, row.flatten(), pull.flatten())
+        return (
+            grad_x.view(x.shape).to(x.dtype),
+            grad_weight.to(weight.dtype),
+            grad_bias.to(ctx.bias_dtype),
+            None,
+            None,
+        )
