@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from smat.masks import SMatMask
 from smat.ops import SMatState, smat_attention, smat_attention_at
 from smat.ops.feature_maps import FeatureMap
+
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -147,15 +150,14 @@ def attend(
     state = call.before("state")
     if state is not None:
         return attend_after(state, q, k, v, call, **per_token)
-    given: dict[str, Any] = {
-        **per_token, "feature_map": feature_map, "normalize": normalize,
-        "cu_seqlens": call.cu_seqlens,
-    }  # fmt: skip
+    given: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, **per_token}
     if call.queries is not None:
-        return smat_attention_at(q, k, v, mask, call.queries, **given), None
+        some = smat_attention_at(q, k, v, mask, call.queries, cu_seqlens=call.cu_seqlens, **given)
+        return some, None
     return smat_attention(
-        q, k, v, mask, attention_mask=call.real, output_final_state=call.use_cache, **given
-    )
+        q, k, v, mask, attention_mask=call.real, cu_seqlens=call.cu_seqlens,
+        output_final_state=call.use_cache, **given,
+    )  # fmt: skip
 
 
 def attend_after(
@@ -163,7 +165,14 @@ def attend_after(
 ) -> tuple[Tensor, SMatState]:
     """Attend from new tokens (B, T, H, .) after those of a state, which has no gradient."""
     if call.is_step:
-        now = {name: None if x is None else x[:, 0] for name, x in per_token.items()}
-        out, state = state.step(q[:, 0], k[:, 0], v[:, 0], inplace=call.inplace, **now)
-        return out.unsqueeze(1), state
+        return take_step(partial(state.step, inplace=call.inplace), 0, q, k, v, **per_token)
     return state.extend(q, k, v, attention_mask=call.real, inplace=call.inplace, **per_token)
+
+
+def take_step(
+    step: Callable[..., tuple[Tensor, State]], t: int, *tokens: Tensor, **per_token: Tensor | None
+) -> tuple[Tensor, State]:
+    """Take token t of what is given per token, (B, T, ...), by a step of decoding: (B, 1, ...)."""
+    named = {name: None if x is None else x[:, t] for name, x in per_token.items()}
+    out, state = step(*(x[:, t] for x in tokens), **named)
+    return out.unsqueeze(1), state

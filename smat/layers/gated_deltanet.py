@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smat.layers.call import CallInfo, MixerCache
+from smat.layers.call import CallInfo, MixerCache, take_step
 from smat.layers.memory.memory import Memory
 from smat.layers.memory.transport import DeltaTokens, boundary_of, read_transported
 from smat.layers.mixer import Mixer
@@ -106,9 +107,8 @@ class GatedDeltaNet(Mixer):
             y, state = self.recur(x, tokens, call)
         else:
             y, state = self.recur(x, reset_at(boundary_of(mask), tokens, call), call)
-            assignment, routing = self.memory(x, mask, call)
-            read_mask = self.memory.read_mask(mask)
-            read, distant = read_transported(tokens, assignment, read_mask, call)
+            chosen, routing = self.memory(x, mask, call)
+            read, distant = read_transported(tokens, chosen, self.memory.read_mask(mask), call)
             y = y + read
         gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]
         out = self.o_proj(self.norm(y, *gate).flatten(-2))
@@ -130,16 +130,7 @@ class GatedDeltaNet(Mixer):
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
         """Run the delta rule over the tokens of a call, and return its state."""
-        q, k, v, beta, log_decay = tokens
-        state = call.before("state")
-        if call.is_step:
-            first = [None if each is None else each[:, 0] for each in tokens]
-            out, state = delta_rule_step(*first, state=state)  # type: ignore[arg-type]
-            return out.unsqueeze(1), state
-        return delta_rule(
-            q, k, v, beta, log_decay, initial_state=state, chunk_size=self.chunk_size,
-            output_final_state=call.use_cache,
-        )  # fmt: skip
+        return run_delta_rule(tokens, call.before("state"), call.use_cache, self.chunk_size)
 
 
 class DeltaNet(GatedDeltaNet):
@@ -163,3 +154,14 @@ def reset_at(boundary: int, tokens: DeltaTokens, call: CallInfo) -> DeltaTokens:
     edge = (call.positions() == boundary).expand(log_decay.shape[:2])
     edge = edge if call.real is None else edge & call.real
     return tokens._replace(log_decay=log_decay.masked_fill(edge.unsqueeze(-1), -torch.inf))
+
+
+def run_delta_rule(
+    tokens: DeltaTokens, state: Tensor | None, keeps_state: bool, chunk_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Run the delta rule after a state, one token by a step and several in chunks."""
+    if state is not None and tokens.q.shape[1] == 1:
+        return take_step(partial(delta_rule_step, state=state), 0, **tokens._asdict())
+    return delta_rule(
+        *tokens, initial_state=state, output_final_state=keeps_state, chunk_size=chunk_size
+    )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
+from smat.layers.gated_deltanet import run_delta_rule
+from smat.layers.memory.transport import DeltaTokens
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
@@ -24,7 +26,6 @@ from smat.layers.primitives import (
 )
 from smat.layers.short_convolution import ShortConvolution
 from smat.layers.visits import Sequences, Visits
-from smat.ops.delta_rule import delta_rule, delta_rule_step
 
 
 class MixtureOfMemories(Mixer):
@@ -199,15 +200,8 @@ class MixtureOfMemories(Mixer):
         _, log_decay = step_and_log_decay(raw_step, *parameters)
         beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
         q = q.flatten(0, 1)[visits.token[some.place]]
-        tokens, state = (q, l2_norm(k), v, beta, log_decay), before[1]
-        if q.shape[1] == 1 and state is not None:
-            out, state = delta_rule_step(*(each[:, 0] for each in tokens), state=state)
-            out = out.unsqueeze(1)
-        else:
-            out, state = delta_rule(
-                *tokens, initial_state=state, output_final_state=states is not None,
-                chunk_size=self.chunk_size,
-            )  # fmt: skip
+        tokens = DeltaTokens(q, l2_norm(k), v, beta, log_decay)
+        out, state = run_delta_rule(tokens, before[1], states is not None, self.chunk_size)
         if states is not None:
             assert state is not None
             conv = self.kv_conv.next_state(inputs.detach(), before[0], some.lengths)

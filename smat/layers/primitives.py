@@ -80,7 +80,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
 
     With autograd it is eight passes each way; here a tile stays in the cache for all of them.
     """
-    return _RMSNorm.apply(x, weight, eps, num_groups)[0]  # type: ignore[no-untyped-call]
+    return _RMSNorm.apply(x, weight, eps, num_groups)[0]
 
 
 class _RMSNorm(torch.autograd.Function):

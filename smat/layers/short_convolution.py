@@ -130,7 +130,7 @@ def convolve(
     >>> convolve(x, torch.tensor([[10.0, 1.0]]), None, activation=False).flatten()
     tensor([ 1., 12., 24.])
     """
-    return _Convolve.apply(x, weight, bias, activation, first)  # type: ignore[no-untyped-call]
+    return _Convolve.apply(x, weight, bias, activation, first)
 
 
 class _Convolve(torch.autograd.Function):

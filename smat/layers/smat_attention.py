@@ -147,10 +147,10 @@ class SMatAttention(Mixer):
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
-        assignment, routing = self.routing(x, mask, call)
+        routing, routing_state = self.routing(x, mask, call)
         y, state = attend(
             q, k, v, self.routing.read_mask(mask), call, self.feature_map, self.normalize,
-            **self._gates(x), **assignment._asdict(),
+            **self._gates(x), **routing._asdict(),
         )  # fmt: skip
         x = x if call.queries is None else x[:, call.queries]
         if self.g_proj is not None:
@@ -161,7 +161,7 @@ class SMatAttention(Mixer):
         out, conv = self.o_proj(y.flatten(-2)), None
         if self.conv is not None and call.use_cache:
             conv = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
-        return out, call.cache(conv=conv, state=state, routing=routing)
+        return out, call.cache(conv=conv, state=state, routing=routing_state)
 
     def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
         log_decay = None

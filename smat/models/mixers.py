@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from torch import nn
-
 from smat import layers
 from smat.geometry import Geometry
 from smat.layers import kept_mask
@@ -38,7 +36,7 @@ class SequenceTask(Protocol):
 
 def make_mixer(
     name: str, width: int, task: SequenceTask, options: Mapping[str, Option]
-) -> nn.Module:
+) -> layers.Mixer:
     """Make one mixer layer of a model.
 
     >>> from smat.tasks import MQAR
@@ -52,11 +50,11 @@ def make_mixer(
     return MIXERS[name](width, task, **options)
 
 
-def _plain(kind: type[nn.Module], width: int, task: SequenceTask, **layer: Any) -> nn.Module:
+def _plain(kind: type[layers.Mixer], width: int, task: SequenceTask, **layer: Any) -> layers.Mixer:
     return kind(width, **layer)
 
 
-def _linear(width: int, task: SequenceTask, **layer: Any) -> nn.Module:
+def _linear(width: int, task: SequenceTask, **layer: Any) -> layers.Mixer:
     return layers.SMatAttention(width, vc_dim=1, horizon=task.max_length, **layer)
 
 
@@ -69,7 +67,7 @@ def _hashed(
     learned_direction: bool = False,
     point_read: bool = False,
     **layer: Any,
-) -> nn.Module:
+) -> layers.Mixer:
     """Route by a hash of token ids: a payload is filed under the token before it."""
     routing: layers.HashedRouting
     if learned_direction:
@@ -95,7 +93,7 @@ def _scheduled(
     vc_dim: int = 2,
     num_heads: int = 4,
     **layer: Any,
-) -> nn.Module:
+) -> layers.Mixer:
     """Route by the hash of token ids under a boundary schedule, in the geometry of training."""
     length = task.train_length
     schedules = {
@@ -122,14 +120,14 @@ def _mamba2_memory(
     head_dim: int = 64,
     expand: int = 2,
     **layer: Any,
-) -> nn.Module:
+) -> layers.Mixer:
     memory = _memory(layers.ProfileMemory, width, expand * width // head_dim, vc_dim, task)
     return layers.Mamba2(width, head_dim=head_dim, expand=expand, memory=memory, **layer)
 
 
 def _gated_deltanet_memory(
     width: int, task: SequenceTask, *, vc_dim: int, num_heads: int = 4, **layer: Any
-) -> nn.Module:
+) -> layers.Mixer:
     memory = _memory(layers.TransportedMemory, width, num_heads, vc_dim, task)
     return layers.GatedDeltaNet(width, num_heads=num_heads, memory=memory, **layer)
 
@@ -147,7 +145,7 @@ def _memory(
 
 def _mixture(
     width: int, task: SequenceTask, *, vc_dim: int, count_types: bool, **layer: Any
-) -> nn.Module:
+) -> layers.Mixer:
     """Return a mixture with as many memories as SMat has profiles, or profiles and types."""
     counts = {}
     for length in task.lengths:
@@ -156,7 +154,7 @@ def _mixture(
     return layers.MixtureOfMemories(width, counts, **layer)
 
 
-MIXERS: dict[str, Callable[..., nn.Module]] = {
+MIXERS: dict[str, Callable[..., layers.Mixer]] = {
     "softmax": partial(_plain, layers.SoftmaxAttention),
     "mamba2": partial(_plain, layers.Mamba2),
     "deltanet": partial(_plain, layers.DeltaNet),

@@ -30,16 +30,16 @@ class PlainWrites(ProfileMemory):
     """A memory without the straight-through weight: its gradient is the derivative."""
 
     def forward(self, x, mask, call):
-        assignment, state = super().forward(x, mask, call)
-        return assignment._replace(write_weight=self.write_gate(x)), state
+        chosen, state = super().forward(x, mask, call)
+        return chosen._replace(write_weight=self.write_gate(x)), state
 
 
 class PlainTransportedWrites(TransportedMemory):
     """The same for the delta rule."""
 
     def forward(self, x, mask, call):
-        assignment, state = super().forward(x, mask, call)
-        return assignment._replace(write_weight=None), state
+        chosen, state = super().forward(x, mask, call)
+        return chosen._replace(write_weight=None), state
 
 
 def smat_layer(**options):

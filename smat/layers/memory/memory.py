@@ -24,8 +24,9 @@ from typing_extensions import Self
 from smat.layers.call import CallInfo
 from smat.layers.primitives import describe_mask
 from smat.layers.routing.learned import LearnedRouting
-from smat.layers.routing.routers import Assignment, ContentRouting
+from smat.layers.routing.routers import ContentRouting
 from smat.masks import SMatMask, kept
+from smat.ops.smat.routing import Routing
 
 GATE_LOGIT = -2.197  # gates begin at about 0.1
 
@@ -64,8 +65,8 @@ class Memory(ContentRouting):
     >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3, boundary=kept(32))
     >>> memory = Memory(hidden_size=8, num_heads=2, mask=mask, selector="factored")
     >>> call = CallInfo(1, 64, torch.device("cpu"))
-    >>> assignment, _ = memory(torch.randn(1, 64, 8), memory.mask_of(call), call)
-    >>> assignment.query_type.shape, bool((assignment.read_weight[:, :32] == 0).all())
+    >>> routing, _ = memory(torch.randn(1, 64, 8), memory.mask_of(call), call)
+    >>> routing.query_type.shape, bool((routing.read_weight[:, :32] == 0).all())
     (torch.Size([1, 64, 2, 4]), True)
 
     One mask fixes the geometry for all lengths; `other_masks` add those of other lengths, each
@@ -145,18 +146,16 @@ class Memory(ContentRouting):
         masks = self.mask_by_length
         return masks[min((each for each in masks if each >= call.length), default=max(masks))]
 
-    def forward(
-        self, x: Tensor, mask: SMatMask, call: CallInfo
-    ) -> tuple[Assignment, Tensor | None]:
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call, with weights times gates, and return the hash's state."""
-        assignment, state = super().forward(x, mask, call)
-        write_weight, read_weight = assignment.write_weight, assignment.read_weight
+        routing, state = super().forward(x, mask, call)
+        write_weight, read_weight = routing.write_weight, routing.read_weight
         assert write_weight is not None
         assert read_weight is not None
         if self.write_gate is not None:
             write_weight = write_weight * self.write_gate(x)
         read_weight = read_weight * self.read_gate(x).unsqueeze(-1)
-        return assignment._replace(write_weight=write_weight, read_weight=read_weight), state
+        return routing._replace(write_weight=write_weight, read_weight=read_weight), state
 
 
 class ProfileMemory(Memory):

@@ -1,14 +1,15 @@
 """Which types a query reads, and with what weights (appendix "Query routing and causality").
 
-Every selector looks at one token at a time, (..., hidden_size): it serves prefill and decoding
-alike, and is causal because its input is. Costs are multiply-adds for T tokens, a head.
+Every selector looks at one token at a time, (..., hidden_size), and returns (..., H, k) types and
+weights: it serves prefill and decoding alike, and is causal because its input is. Costs are
+multiply-adds for T tokens, a head.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +19,7 @@ from torch.autograd.function import once_differentiable
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
 from smat.masks import SMatMask, type_through_cell
-
-
-class TypeReads(NamedTuple):
-    """The types that each head reads, (..., H, k), and the weights of the reads, (..., H, k)."""
-
-    query_type: Tensor
-    read_weight: Tensor
+from smat.ops.smat.routing import Routing
 
 
 class Selector(nn.Module):
@@ -51,7 +46,8 @@ class Selector(nn.Module):
 
     def score(self, hidden: Tensor) -> Tensor:
         """Score what there is to choose from, (..., hidden_size) -> (..., H, num_scores)."""
-        return _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+        scores = self.scorer(hidden).unflatten(-1, (self.num_heads, -1))
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class TopTypes(Selector):
@@ -71,12 +67,12 @@ class TopTypes(Selector):
     def num_scores(self) -> int:
         return self.geometry.num_types
 
-    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
         with torch.no_grad():
             scores = self.score(hidden)
             query_type = _highest(scores, self.num_reads)
         score = chosen_scores(scores, query_type, hidden, self.scorer.weight, self.scorer.bias)
-        return TypeReads(query_type, score.softmax(-1))
+        return Routing(query_type=query_type, read_weight=score.softmax(-1))
 
 
 class FactoredTopTypes(Selector):
@@ -96,14 +92,14 @@ class FactoredTopTypes(Selector):
     def num_scores(self) -> int:
         return self.num_directions + self.num_offsets
 
-    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
         scores = self.score(hidden).split([self.num_directions, self.num_offsets], -1)
         best = [each.topk(min(self.num_reads, each.shape[-1]), dim=-1) for each in scores]
         (direction_score, direction), (offset_score, offset) = best
         sums = (direction_score.unsqueeze(-1) + offset_score.unsqueeze(-2)).flatten(-2)
         types = (direction.unsqueeze(-1) * self.num_offsets + offset.unsqueeze(-2)).flatten(-2)
         chosen, place = sums.topk(self.num_reads, dim=-1)
-        return TypeReads(types.gather(-1, place), chosen.softmax(-1))
+        return Routing(query_type=types.gather(-1, place), read_weight=chosen.softmax(-1))
 
 
 class OwnHyperplane(Selector):
@@ -127,11 +123,11 @@ class OwnHyperplane(Selector):
     def num_scores(self) -> int:
         return self.num_directions
 
-    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
+    def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
         probability, direction = self.score(hidden).softmax(-1).max(-1)
         weight = 1 + (probability - probability.detach())  # exactly 1
         query_type = type_through_cell(self.geometry, direction, profile)
-        return TypeReads(query_type.unsqueeze(-1), weight.unsqueeze(-1))
+        return Routing(query_type=query_type.unsqueeze(-1), read_weight=weight.unsqueeze(-1))
 
 
 class OwnCell(nn.Module):
@@ -151,9 +147,10 @@ class OwnCell(nn.Module):
     def __init__(self, *sizes: object) -> None:
         super().__init__()
 
-    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
-        weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
-        return TypeReads(profile.unsqueeze(-1), weight.unsqueeze(-1))
+    def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = hidden.new_ones(*profile.shape, 1, dtype=wide)
+        return Routing(query_type=profile.unsqueeze(-1), read_weight=weight)
 
 
 SELECTORS: Mapping[str, type[Selector] | type[OwnCell]] = {
@@ -174,11 +171,6 @@ def point_mask(mask: SMatMask) -> SMatMask:
     """
     cells = {"vc_dim": 2, "field_size": next_prime(mask.geometry.num_profiles)}
     return SMatMask.from_dict({**mask.to_dict(), **cells})
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Choose and weigh in fp32 or wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _highest(scores: Tensor, num: int) -> Tensor:
@@ -208,9 +200,10 @@ def chosen_scores(
     tensor([3., 2.], grad_fn=<ViewBackward0>)
 
     The scores are those of a linear map, x (..., width), weight (H B, width), bias (H B); `chosen`
-    (..., H, k) names k of B.
+    (..., H, k) names k of B. The dense adjoint would cost T B products of the width for gradients
+    that are almost all zero; sums over the chosen ones cost T k.
     """
-    return _ChosenScores.apply(x, weight, bias, scores, chosen)  # type: ignore[no-untyped-call]
+    return _ChosenScores.apply(x, weight, bias, scores, chosen)
 
 
 class _ChosenScores(torch.autograd.Function):
@@ -240,10 +233,5 @@ class _ChosenScores(torch.autograd.Function):
             per_sample_weights=pull.flatten()[order],
         )  # fmt: skip
         grad_bias = pull.new_zeros(len(weight)).index_add_(0, row.flatten(), pull.flatten())
-        return (
-            grad_x.view(x.shape).to(x.dtype),
-            grad_weight.to(weight.dtype),
-            grad_bias.to(ctx.bias_dtype),
-            None,
-            None,
-        )
+        grad_x, grad_weight = grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias.to(ctx.bias_dtype), None, None
