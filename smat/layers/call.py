@@ -19,13 +19,11 @@ State = TypeVar("State")
 
 @dataclass(frozen=True)
 class MixerCache:
-    """What one layer carries from token to token: how many there were, and its states.
+    """What one layer carries from token to token, without gradient: a count, and its states.
 
     >>> cache = MixerCache(torch.tensor([5, 7]), {"conv": torch.zeros(2, 3, 8)})
     >>> cache.select([1, 1, 0]).num_tokens
     tensor([7, 7, 5])
-
-    It carries no gradient: a call after a cache raises when it is differentiated.
     """
 
     num_tokens: Tensor  # (B,)
@@ -45,7 +43,7 @@ class MixerCache:
 
 
 def _select(state: Any, rows: Tensor) -> Any:
-    if state is None or isinstance(state, SMatMask):
+    if state is None or isinstance(state, SMatMask):  # what all rows share
         return state
     if isinstance(state, Tensor):
         return state[rows]
@@ -91,11 +89,6 @@ class CallInfo:
             new = torch.full((self.batch,), self.length, device=self.device)
         return new if self.past is None else self.past.num_tokens + new
 
-    @property
-    def is_step(self) -> bool:
-        """Whether this is one real token a row after others: a step of decoding."""
-        return self.length == 1 and self.past is not None and self.real is None
-
     def before(self, name: str) -> Any:
         """Return a state that the last call left, None if this one begins the sequences."""
         return None if self.past is None else self.past[name]
@@ -124,9 +117,9 @@ class CallInfo:
             return None
         positions = self.positions()
         first = torch.arange(self.length, device=self.device) - positions
-        if mask is None:
-            return first
-        return first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
+        if mask is not None:
+            first = first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
+        return first
 
     def cache(self, **states: Any) -> MixerCache | None:
         """Collect the states after this call, if they were asked for."""
@@ -164,7 +157,7 @@ def attend_after(
     state: SMatState, q: Tensor, k: Tensor, v: Tensor, call: CallInfo, **per_token: Tensor | None
 ) -> tuple[Tensor, SMatState]:
     """Attend from new tokens (B, T, H, .) after those of a state, which has no gradient."""
-    if call.is_step:
+    if call.length == 1 and call.real is None:
         return take_step(partial(state.step, inplace=call.inplace), 0, q, k, v, **per_token)
     return state.extend(q, k, v, attention_mask=call.real, inplace=call.inplace, **per_token)
 

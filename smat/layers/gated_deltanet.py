@@ -79,13 +79,12 @@ class GatedDeltaNet(Mixer):
         if decay:
             self.dt_bias = nn.Parameter(torch.empty(num_heads, **made))
             self.A_log = nn.Parameter(torch.empty(num_heads, **made))
-        self.g_proj: nn.Linear | None = None
-        self.norm: RMSNorm = RMSNorm(value_dim, norm_eps, **made)
-        if output_gate:
-            self.g_proj = nn.Linear(hidden_size, self.widths[2], bias=False, **made)
-            self.norm = NormThenGate(value_dim, norm_eps, **made)
+        inner, norm = self.widths[2], NormThenGate if output_gate else RMSNorm
+        self.norm = norm(value_dim, norm_eps, **made)
+        self.g_proj = nn.Linear(hidden_size, inner, bias=False, **made) if output_gate else None
         self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False, **made)
         self.memory = memory
+        self.extra_inputs = () if memory is None else ("mask",)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -94,14 +93,10 @@ class GatedDeltaNet(Mixer):
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log, 0.0, 16.0)
 
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        return () if self.memory is None else ("mask",)
-
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
-        inputs, past = self.qkv_proj(x), call.before("conv")
         mask = None if self.memory is None else self.memory.mask_of(call)
-        tokens = self._project(x, self.conv(inputs, past, call.first_visible(mask)), call)
+        convolved, conv = self.conv.run(self.qkv_proj(x), call, mask=mask)
+        tokens = self._project(x, convolved, call)
         routing = distant = None
         if self.memory is None or mask is None:
             y, state = self.recur(x, tokens, call)
@@ -112,9 +107,6 @@ class GatedDeltaNet(Mixer):
             y = y + read
         gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]
         out = self.o_proj(self.norm(y, *gate).flatten(-2))
-        if not call.use_cache:
-            return out, None
-        conv = self.conv.next_state(inputs, past, call.lengths)
         return out, call.cache(conv=conv, state=state, routing=routing, memory=distant, mask=mask)
 
     def _project(self, x: Tensor, convolved: Tensor, call: CallInfo) -> DeltaTokens:

@@ -82,6 +82,7 @@ class Mamba2(Mixer):
         self.norm = GateThenNorm(inner, norm_eps, num_groups, **made)
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         self.memory = memory
+        self.extra_inputs = () if memory is None else ("mask",)
         self.plain_mask = SMatMask(1, vc_dim=1, boundary=none())
         self.reset_parameters()
 
@@ -91,22 +92,16 @@ class Mamba2(Mixer):
         init_decay_rate_(self.A_log, 1.0, 16.0)
         keep_from_decay_(nn.init.ones_(self.D))
 
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        return () if self.memory is None else ("mask",)
-
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         gate, inputs, raw_step = self.in_proj(x).split(self.widths, -1)
-        past, mask = call.before("conv"), None
+        mask = None
         if self.memory is not None:
             mask = self.memory.mask_of(call)
             if not mask.boundary.horizon_free:
-                raise ValueError(
-                    f"a memory beside a recurrence needs a boundary without horizon, such as "
-                    f"kept({mask.num_distant}), got {mask.describe()}"
-                )
+                fitting = f"a boundary without horizon, such as kept({mask.num_distant})"
+                raise ValueError(f"a memory needs {fitting}, got {mask.describe()}")
         shared = self.num_groups * self.state_dim
-        convolved = self.conv(inputs, past, call.first_visible(mask))
+        convolved, conv = self.conv.run(inputs, call, mask=mask)
         skip, k, q = convolved.split([self.inner_size, shared, shared], -1)
         q, k = (each.unflatten(-1, (self.num_groups, -1)) for each in (q, k))
         skip = skip.unflatten(-1, (self.num_heads, self.head_dim))
@@ -115,9 +110,6 @@ class Mamba2(Mixer):
         y, states = self.recur(x, q, k, v, log_decay, mask, call)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * skip
         out = self.out_proj(self.norm(y.flatten(-2), gate))
-        if not call.use_cache:
-            return out, None
-        conv = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
         return out, call.cache(conv=conv, mask=mask, **states)
 
     def recur(

@@ -45,28 +45,18 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise (..., width); sums run in fp32 or wider."""
         return rms_norm(x, self.weight, self.eps, self.num_groups)
 
 
 class NormThenGate(RMSNorm):
-    """RMSNorm(x) w SiLU(gate): the order of Gated DeltaNet.
-
-    >>> NormThenGate(4)(torch.ones(4), torch.zeros(4)).tolist()
-    [0.0, 0.0, 0.0, 0.0]
-    """
+    """RMSNorm(x) w SiLU(gate): the order of Gated DeltaNet."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * F.silu(gate)
 
 
 class GateThenNorm(RMSNorm):
-    """RMSNorm(x SiLU(gate)) w: the order of Mamba-2.
-
-    >>> norm = GateThenNorm(4, eps=0.0)
-    >>> norm(torch.ones(4), torch.full((4,), 9.0)).tolist()  # a common factor divides out again
-    [1.0, 1.0, 1.0, 1.0]
-    """
+    """RMSNorm(x SiLU(gate)) w: the order of Mamba-2."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x * F.silu(gate))
@@ -151,30 +141,17 @@ def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
 
 
 @torch.no_grad()
-def init_step_bias_(
-    bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4
-) -> Tensor:
-    """Draw steps log-uniformly from [low, high] and store what softplus turns into them.
-
-    >>> steps = F.softplus(init_step_bias_(torch.empty(1000)))
-    >>> bool((steps > 0.99e-3).all() and (steps < 1.01e-1).all())
-    True
-    """
-    draw = torch.empty_like(bias).uniform_(math.log(low), math.log(high))
-    step = draw.exp_().clamp_(min=floor)
+def init_step_bias_(bias: Tensor) -> Tensor:
+    """Draw steps log-uniformly from [0.001, 0.1] and store what softplus turns into them."""
+    draw = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1))
+    step = draw.exp_().clamp_(min=1e-4)
     return keep_from_decay_(bias.copy_(step + torch.log(-torch.expm1(-step))))
 
 
 @torch.no_grad()
 def init_decay_rate_(log_rate: Tensor, low: float = 1.0, high: float = 16.0) -> Tensor:
-    """Draw rates A uniformly from [low, high] and store ln A.
-
-    >>> rates = init_decay_rate_(torch.empty(1000)).exp()
-    >>> bool((rates > 0.99).all() and (rates < 16.01).all())
-    True
-    """
-    log_rate.uniform_(low, high).clamp_(min=1e-4).log_()
-    return keep_from_decay_(log_rate)
+    """Draw rates A uniformly from [low, high] and store ln A."""
+    return keep_from_decay_(log_rate.uniform_(low, high).clamp_(min=1e-4).log_())
 
 
 def keep_from_decay_(parameter: Tensor) -> Tensor:
@@ -195,23 +172,24 @@ def step_and_log_decay(raw: Tensor, step_bias: Tensor, log_rate: Tensor) -> tupl
     return step, -log_rate.to(kind).exp() * step
 
 
-def head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return the width of a head: the one that is given, or an equal share of the layer's.
+def head_sizes(
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Return the number of key heads and the width of a head, from what is given of them.
 
-    >>> head_width(64, 4, None), head_width(64, 3, 16)
-    (16, 16)
+    >>> head_sizes(64, 4, None, None), head_sizes(64, 3, 1, 16)
+    ((4, 16), (1, 16))
     """
     if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
         raise ValueError(f"a width of {hidden_size} makes no {num_heads} heads; give head_dim")
-    return hidden_size // num_heads if head_dim is None else head_dim
+    key_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % key_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of {key_heads} key heads")
+    return key_heads, hidden_size // num_heads if head_dim is None else head_dim
 
 
 def expanded(head_dim: int, expand_v: float) -> int:
-    """Return the width of a value, `expand_v` times that of a key.
-
-    >>> expanded(8, 1.5)
-    12
-    """
+    """Return the width of a value, `expand_v` times that of a key."""
     value_dim = round(head_dim * expand_v)
     if value_dim < 1 or value_dim != head_dim * expand_v:
         raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from smat.layers.call import CallInfo
+from smat.masks import SMatMask
+
 TILE_ELEMENTS = 1 << 18
 MAX_EDGES = 8  # of runs of tokens that may not look all the way back
 
@@ -71,6 +74,18 @@ class ShortConvolution(nn.Module):
             first = torch.cat([first.new_zeros(len(first), past), first + past], 1)
         history = with_past(x, past, state)
         return convolve(history, self.weight, self.bias, self.activation, first)[:, past:]
+
+    def run(
+        self, x: Tensor, call: CallInfo, name: str = "conv", mask: SMatMask | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolve the inputs of a call, after the state of that name, and return the next one.
+
+        No token looks back over the start of its sequence, or over its boundary under `mask`.
+        """
+        past, state = call.before(name), None
+        if call.use_cache:
+            state = self.next_state(x, past, call.lengths, call.cu_seqlens)
+        return self(x, past, call.first_visible(mask)), state
 
     def next_state(
         self,

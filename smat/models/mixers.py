@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 
 from smat import layers
 from smat.geometry import Geometry
-from smat.layers import kept_mask
 from smat.masks import doubling, kept, none, window
 
 Option = bool | int | float | str
@@ -69,17 +68,14 @@ def _hashed(
     **layer: Any,
 ) -> layers.Mixer:
     """Route by a hash of token ids: a payload is filed under the token before it."""
-    routing: layers.HashedRouting
+    routing = layers.HashedRouting(
+        task.vocab_size, num_heads, write_lag=1, num_keys=task.keys_per_query, point_read=point_read
+    )
     if learned_direction:
         geometry = Geometry.for_distant(task.max_length // 2, vc_dim)
         routing = layers.DirectedRouting(
             width, geometry, vocab_size=task.vocab_size, num_heads=num_heads, write_lag=1
         )
-    else:
-        routing = layers.HashedRouting(
-            task.vocab_size, num_heads, write_lag=1, num_keys=task.keys_per_query,
-            point_read=point_read,
-        )  # fmt: skip
     return layers.SMatAttention(
         width, vc_dim=vc_dim, num_heads=num_heads, horizon=task.max_length, routing=routing, **layer
     )
@@ -121,36 +117,28 @@ def _mamba2_memory(
     expand: int = 2,
     **layer: Any,
 ) -> layers.Mixer:
-    memory = _memory(layers.ProfileMemory, width, expand * width // head_dim, vc_dim, task)
+    """Add a memory with learned routing, and a geometry for each length."""
+    memory = layers.ProfileMemory.for_lengths(
+        width, expand * width // head_dim, vc_dim=vc_dim, lengths=task.lengths
+    )
     return layers.Mamba2(width, head_dim=head_dim, expand=expand, memory=memory, **layer)
 
 
 def _gated_deltanet_memory(
     width: int, task: SequenceTask, *, vc_dim: int, num_heads: int = 4, **layer: Any
 ) -> layers.Mixer:
-    memory = _memory(layers.TransportedMemory, width, num_heads, vc_dim, task)
+    memory = layers.TransportedMemory.for_lengths(
+        width, num_heads, vc_dim=vc_dim, lengths=task.lengths
+    )
     return layers.GatedDeltaNet(width, num_heads=num_heads, memory=memory, **layer)
-
-
-def _memory(
-    kind: type[layers.ProfileMemory] | type[layers.TransportedMemory],
-    width: int,
-    num_heads: int,
-    vc_dim: int,
-    task: SequenceTask,
-) -> layers.Memory:
-    """Make a memory with learned routing, and a geometry for each length."""
-    return kind.for_lengths(width, num_heads, vc_dim=vc_dim, lengths=task.lengths)
 
 
 def _mixture(
     width: int, task: SequenceTask, *, vc_dim: int, count_types: bool, **layer: Any
 ) -> layers.Mixer:
     """Return a mixture with as many memories as SMat has profiles, or profiles and types."""
-    counts = {}
-    for length in task.lengths:
-        geometry = kept_mask(length, vc_dim).geometry
-        counts[length] = geometry.num_profiles + count_types * geometry.num_types
+    geometries = {each: layers.kept_mask(each, vc_dim).geometry for each in task.lengths}
+    counts = {n: x.num_profiles + count_types * x.num_types for n, x in geometries.items()}
     return layers.MixtureOfMemories(width, counts, **layer)
 
 

@@ -80,11 +80,11 @@ class SequenceModel(nn.Module):
 
     def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
         super().__init__()
-        width, payload = config.width, task.payload_dim
+        width, payload, vocab_size = config.width, task.payload_dim, task.vocab_size
         if config.norm not in NORMS:
             raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {config.norm!r}")
         positions = torch.empty(task.max_length, width) if config.learned_positions else None
-        self.tokens = nn.Embedding(task.vocab_size, width) if task.vocab_size else None
+        self.tokens = nn.Embedding(vocab_size, width) if vocab_size else None
         self.payload_in = nn.Linear(payload, width, bias=False) if payload else None
         self.positions = None if positions is None else nn.Parameter(positions)
         self.blocks = nn.ModuleList(Block(config, task) for _ in range(config.num_layers))
@@ -100,14 +100,6 @@ class SequenceModel(nn.Module):
 
     def forward(self, rows: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the outputs at rows (B, R), or at all positions: (B, R, num_outputs)."""
-        x = self.embed(inputs)
-        last = len(self.blocks) - 1
-        for number, block in enumerate(self.blocks):
-            x = block(x, rows if number == last else None, inputs)
-        return self.head(self.norm(x))
-
-    def embed(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Add up what the inputs of a batch say about each position."""
         known = []
         if self.tokens is not None:
             known.append(self.tokens(inputs["token_ids"]))
@@ -115,7 +107,11 @@ class SequenceModel(nn.Module):
             known.append(self.payload_in(inputs["payload"]))
         if self.positions is not None:
             known.append(self.positions[: known[0].shape[1]])
-        return sum(known[1:], start=known[0])
+        x = sum(known[1:], start=known[0])
+        *first, last = self.blocks
+        for block in first:
+            x = block(x, None, inputs)
+        return self.head(self.norm(last(x, rows, inputs)))
 
     def balance_loss(self) -> Tensor | None:
         """Return the balance losses of the last call, or None if no layer has one."""

@@ -48,7 +48,6 @@ class SigmoidGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the map as torch does, and put the bias where the gate is nearly shut."""
         self.linear.reset_parameters()
         nn.init.constant_(self.linear.bias, GATE_LOGIT)
         if self.head_logit is not None:
@@ -72,8 +71,8 @@ class Memory(ContentRouting):
     One mask fixes the geometry for all lengths; `other_masks` add those of other lengths, each
     field size with a hash and a scorer of its own. A call picks one of them by ``mask=`` among the
     arguments of its layer; a memory that was made `for_lengths` picks by the length of the call.
-
-    `ProfileMemory` is for Mamba-2, `TransportedMemory` for Gated DeltaNet.
+    `learned` are the options of `LearnedRouting`. `ProfileMemory` is for Mamba-2,
+    `TransportedMemory` for Gated DeltaNet.
     """
 
     has_write_gate = False
@@ -85,16 +84,10 @@ class Memory(ContentRouting):
         mask: SMatMask,
         *,
         other_masks: Sequence[SMatMask] = (),
-        selector: str = "top_types",
-        num_reads: int = 4,
-        conv_width: int = 4,
+        **learned: Any,
     ) -> None:
         geometries = [each.geometry for each in (mask, *other_masks)]
-        learned = LearnedRouting(
-            hidden_size, num_heads, geometries, selector=selector, num_reads=num_reads,
-            conv_width=conv_width,
-        )  # fmt: skip
-        super().__init__(learned)
+        super().__init__(LearnedRouting(hidden_size, num_heads, geometries, **learned))
         self.mask = mask
         self.mask_by_length: dict[int, SMatMask] = {}
         self.read_gate = SigmoidGate(hidden_size, num_heads, head_logit=True)
@@ -139,10 +132,8 @@ class Memory(ContentRouting):
         if mask is not None or not self.mask_by_length:
             return self.mask if mask is None else mask
         if call.cu_seqlens is not None and len(self.mask_by_length) > 1:
-            raise ValueError(
-                "packed sequences would share one geometry of those for lengths "
-                f"{list(self.mask_by_length)}; name one by mask=, or pad the sequences"
-            )
+            lengths = list(self.mask_by_length)
+            raise ValueError(f"name one geometry of {lengths} by mask=, or pad packed sequences")
         masks = self.mask_by_length
         return masks[min((each for each in masks if each >= call.length), default=max(masks))]
 
@@ -177,7 +168,6 @@ def kept_mask(length: int, vc_dim: int, chunk_size: int | None = None) -> SMatMa
     Chunks are a quarter of the length unless given, at least 16 tokens: short lengths too have a
     distant half.
     """
-    plain = SMatMask(length, vc_dim, max(16, length // 4) if chunk_size is None else chunk_size)
-    return SMatMask(
-        length, vc_dim, plain.chunk_size, plain.geometry.field_size, kept(plain.num_distant)
-    )
+    chunk_size = max(16, length // 4) if chunk_size is None else chunk_size
+    plain = SMatMask(length, vc_dim, chunk_size)
+    return SMatMask(length, vc_dim, chunk_size, plain.geometry.field_size, kept(plain.num_distant))

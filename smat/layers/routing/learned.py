@@ -41,15 +41,12 @@ class LearnedRouting(nn.Module):
     True
 
     `geometry` is the one of a horizon, so that one set of parameters serves every length; or
-    several, and then each has its own hash and scorer, as the paper's recall models have one for
-    every length that they are trained at. The convolution is shared.
+    several, each with its own hash and scorer, as the paper's recall models have one for every
+    training length. `selector` names a class of selectors.py: "top_types" (the paper's four reads),
+    "factored", "own_hyperplane" or "own_cell".
 
     An address depends on its own token and the three before it, and is never revised. The
     convolution passes over the boundary of the local branch: a key may be written before its value.
-
-    `selector` is "top_types" (the paper's four reads), "factored" (directions and offsets scored
-    apart), "own_hyperplane" (one read, through the query's own hash point), or "own_cell" (a
-    bucket). What each costs stands with its class.
     """
 
     def __init__(
@@ -72,11 +69,10 @@ class LearnedRouting(nn.Module):
         keyed = [(str(size), each) for size, each in sorted(by_size.items())]
         self.num_heads, self.kind = num_heads, SELECTORS[selector]
         self.conv = ShortConvolution(hidden_size, conv_width, activation=False)
-        self.projections = nn.ModuleDict(
-            {key: HashProjection(hidden_size, num_heads, each) for key, each in keyed}
-        )
+        sizes = (hidden_size, num_heads)
+        self.projections = nn.ModuleDict({key: HashProjection(*sizes, each) for key, each in keyed})
         self.selectors = nn.ModuleDict(
-            {key: self.kind(hidden_size, num_heads, each, num_reads) for key, each in keyed}
+            {key: self.kind(*sizes, each, num_reads) for key, each in keyed}
         )
 
     def forward(
@@ -111,12 +107,10 @@ class LearnedRouting(nn.Module):
     def _key(self, geometry: Geometry | None) -> str:
         if geometry is None and len(self.selectors) == 1:
             return next(iter(self.selectors))
-        key = "" if geometry is None else str(geometry.field_size)
-        if key not in self.selectors:
-            raise ValueError(
-                f"parameters exist for the field sizes {', '.join(self.selectors)}, "
-                f"got {'no geometry' if geometry is None else f'field size {key}'}"
-            )
+        key = None if geometry is None else str(geometry.field_size)
+        if key is None or key not in self.selectors:
+            known, given = ", ".join(self.selectors), f"field size {key}" if key else "no geometry"
+            raise ValueError(f"parameters exist for the field sizes {known}, got {given}")
         return key
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
@@ -133,8 +127,7 @@ class HashProjection(nn.Module):
     (torch.Size([4, 10, 2]), True)
 
     omega = prod_k [1 + (1 - f_k) - sg(1 - f_k)] is 1, and its derivative by s_k is -1: a one-sided,
-    biased estimate. A loss that gains from a larger write pulls s towards the bin's lower edge.
-    Input that is not finite gives a weight that is not. Cost: T hidden_size (d - 1) a head.
+    biased estimate. Input that is not finite gives a weight that is not.
     Paper: w = `weight`, gamma = `gain`, b = `bias`.
     """
 
@@ -150,9 +143,8 @@ class HashProjection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw directions at random; gain 1 and bias 0 spread a normal input over all bins."""
         nn.init.normal_(self.weight)
-        nn.init.ones_(self.gain)
+        nn.init.ones_(self.gain)  # with bias 0 it spreads a normal input over all bins
         nn.init.zeros_(self.bias)
 
     def forward(self, write_input: Tensor) -> tuple[Tensor, Tensor, Tensor]:

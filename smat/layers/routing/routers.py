@@ -90,10 +90,8 @@ class HashedRouting(nn.Module):
         """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
         ids = call.extras.get("token_ids")
         if ids is None or tuple(ids.shape) != (call.batch, call.length):
-            shape = None if ids is None else tuple(ids.shape)
-            raise ValueError(
-                f"hashed routing needs token_ids (B, T) = {(call.batch, call.length)}, got {shape}"
-            )
+            wanted, shape = (call.batch, call.length), None if ids is None else tuple(ids.shape)
+            raise ValueError(f"hashed routing needs token_ids (B, T) = {wanted}, got {shape}")
         past, queries = call.before("routing"), _queries(call)
         history = with_past(ids, self.num_kept, past)
         # The id `lag` tokens earlier in the same sequence, the own one where none is.
