@@ -31,8 +31,6 @@ class GatedDeltaNet(Mixer):
     >>> layer = GatedDeltaNet(hidden_size=32, num_heads=2, head_dim=8)
     >>> x = torch.randn(2, 50, 32)
     >>> out, _, cache = layer(x, use_cache=True)
-    >>> out.shape
-    torch.Size([2, 50, 32])
     >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
     >>> out_t.shape, cache["state"].shape
     (torch.Size([2, 32]), torch.Size([2, 2, 8, 16]))
@@ -121,17 +119,11 @@ class GatedDeltaNet(Mixer):
         return DeltaTokens(l2_norm(q), l2_norm(k), v, call.close(beta), log_decay)
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
-        """Run the delta rule over the tokens of a call, and return its state."""
         return run_delta_rule(tokens, call.before("state"), call.use_cache, self.chunk_size)
 
 
 class DeltaNet(GatedDeltaNet):
-    """Gated DeltaNet without decay and output gate.
-
-    >>> layer = DeltaNet(hidden_size=32, num_heads=2, head_dim=8)
-    >>> layer(torch.randn(2, 50, 32))[0].shape
-    torch.Size([2, 50, 32])
-    """
+    """Gated DeltaNet without decay and output gate."""
 
     def __init__(self, hidden_size: int, *, expand_v: float = 1.0, **options: Any) -> None:
         options = {"decay": False, "output_gate": False, **options}

@@ -17,7 +17,6 @@ from smat.layers.gated_deltanet import GatedDeltaNet
 from smat.layers.mamba2 import Mamba2
 from smat.layers.memory.transport import DeltaTokens
 from smat.layers.primitives import keep_from_decay_
-from smat.masks import SMatMask
 from smat.ops.log_linear import (
     LogLinearState,
     log_linear_attention,
@@ -46,7 +45,6 @@ class LevelWeights(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projection anew; the scale starts at 1."""
         self.proj.reset_parameters()
         keep_from_decay_(nn.init.ones_(self.scale))
 
@@ -96,16 +94,8 @@ class LogLinearMamba2(Mamba2):
             keep_from_decay_(self.A_log.copy_(rates.log()))
 
     def recur(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        mask: SMatMask | None,
-        call: CallInfo,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, call: CallInfo
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Run all levels over the tokens of a call: y and states."""
         q, k = (each.repeat_interleave(self.num_heads // self.num_groups, 2) for each in (q, k))
         given = {"level_weights": self.level_weights(x), "log_decay": call.close(log_decay)}
         if call.past is not None:
@@ -138,7 +128,6 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
         self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, False, **made)
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
-        """Run all levels over the tokens of a call, and return their states if asked for."""
         given = {"level_weights": self.level_weights(x), **tokens._asdict()}
         if call.past is not None:
             return _decode(call, self.scale, **given)

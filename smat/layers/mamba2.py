@@ -28,8 +28,6 @@ class Mamba2(Mixer):
     >>> layer = Mamba2(hidden_size=32, head_dim=16, state_dim=8)
     >>> x = torch.randn(2, 50, 32)
     >>> out, _, cache = layer(x, use_cache=True)
-    >>> out.shape
-    torch.Size([2, 50, 32])
     >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
     >>> out_t.shape, cache.num_tokens
     (torch.Size([2, 32]), tensor([51, 51]))
@@ -107,24 +105,18 @@ class Mamba2(Mixer):
         skip = skip.unflatten(-1, (self.num_heads, self.head_dim))
         step, log_decay = step_and_log_decay(raw_step, self.dt_bias, self.A_log)
         v = (skip * step.unsqueeze(-1)).to(skip.dtype)
-        y, states = self.recur(x, q, k, v, log_decay, mask, call)
+        y, states = self.recur(x, q, k, v, log_decay, call)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * skip
         out = self.out_proj(self.norm(y.flatten(-2), gate))
         return out, call.cache(conv=conv, mask=mask, **states)
 
     def recur(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        mask: SMatMask | None,
-        call: CallInfo,
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, call: CallInfo
     ) -> tuple[Tensor, dict[str, Any]]:
         """Run q, k (B, T, groups, N), v (B, T, H, P) and log_decay (B, T, H): y and states."""
         routing, routing_state, read_mask = POSITIONAL, None, self.plain_mask
-        if self.memory is not None and mask is not None:
+        if self.memory is not None:
+            mask = self.memory.mask_of(call)
             routing, routing_state = self.memory(x, mask, call)
             read_mask = self.memory.read_mask(mask)
         y, state = attend(q, k, v, read_mask, call, log_decay=log_decay, **routing._asdict())

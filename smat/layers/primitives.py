@@ -196,10 +196,6 @@ def expanded(head_dim: int, expand_v: float) -> int:
     return value_dim
 
 
-def describe_mask(mask: SMatMask, horizon: int | None = None) -> str:
-    """Say in a `repr` what a layer's mask is.
-
-    >>> describe_mask(SMatMask(1024, vc_dim=3), horizon=1024)
-    'vc_dim=3, horizon=1024, boundary=rebuilt()'
-    """
+def describe_mask(mask: SMatMask, horizon: int | None) -> str:
+    """Say in a `repr` what a layer's mask is."""
     return f"vc_dim={mask.vc_dim}, horizon={horizon}, boundary={mask.boundary.describe()}"

@@ -143,9 +143,13 @@ class SMatAttention(Mixer):
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
         routing, routing_state = self.routing(x, mask, call)
+        log_decay = None
+        if self.a_proj is not None:
+            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
+        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
         y, state = attend(
             q, k, v, self.routing.read_mask(mask), call, self.feature_map, self.normalize,
-            **self._gates(x), **routing._asdict(),
+            log_decay=log_decay, key_gate=key_gate, **routing._asdict(),
         )  # fmt: skip
         x = x if call.queries is None else x[:, call.queries]
         if self.g_proj is not None:
@@ -154,13 +158,6 @@ class SMatAttention(Mixer):
         elif self.norm is not None:
             y = self.norm(y)
         return self.o_proj(y.flatten(-2)), call.cache(conv=conv, state=state, routing=routing_state)
-
-    def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
-        log_decay = None
-        if self.a_proj is not None:
-            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
-        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
-        return {"log_decay": log_decay, "key_gate": key_gate}
 
     def _mix_apart(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -101,14 +102,11 @@ def _mamba2(read: Read, gates: RecurrenceGates) -> Tensor:
     )  # fmt: skip
 
 
-def _deltanet(read: Read, gates: RecurrenceGates, log_decay: Tensor | None = None) -> Tensor:
+def _deltanet(read: Read, gates: RecurrenceGates, decays: bool = False) -> Tensor:
+    log_decay = gates.decay(read.hidden)[1] if decays else None
     beta = gates.beta_proj(read.hidden).sigmoid()
     q, k = l2_norm(read.all_queries()), l2_norm(read.k)
     return delta_rule(q, k, read.v, beta, log_decay)[0][:, read.rows]
-
-
-def _gated_deltanet(read: Read, gates: RecurrenceGates) -> Tensor:
-    return _deltanet(read, gates, gates.decay(read.hidden)[1])
 
 
 def _log_linear(read: Read, gates: RecurrenceGates) -> Tensor:
@@ -121,7 +119,7 @@ ATTENTION: dict[str, Callable[[Read], Tensor]] = {"smat": _smat, "softmax": _sof
 RECURRENCES: dict[str, Callable[[Read, RecurrenceGates], Tensor]] = {
     "mamba2": _mamba2,
     "deltanet": _deltanet,
-    "gated_deltanet": _gated_deltanet,
+    "gated_deltanet": partial(_deltanet, decays=True),
     "log_linear": _log_linear,
 }
 

@@ -5,7 +5,7 @@ import torch
 
 from smat.layers import primitives
 from smat.layers.primitives import rms_norm
-from smat.layers.routing.selectors import _highest, chosen_scores
+from smat.layers.routing.selectors import chosen_scores
 from smat.layers.short_convolution import convolve
 
 
@@ -56,12 +56,6 @@ def test_chosen_scores_have_the_gradients_of_all_scores_at_the_chosen(shape, dty
     found = torch.autograd.grad(some, (x, weight, bias), pull.to(wide))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other.to(dtype))
-
-
-def test_highest_finds_what_topk_finds():
-    for size in (4, 100, 300):
-        scores = draw(20, size).detach()
-        assert torch.equal(_highest(scores, 4), scores.topk(4).indices)
 
 
 def test_gradients_of_torch_func_are_those_of_autograd():

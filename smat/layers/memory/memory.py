@@ -140,13 +140,11 @@ class Memory(ContentRouting):
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call, with weights times gates, and return the hash's state."""
         routing, state = super().forward(x, mask, call)
-        write_weight, read_weight = routing.write_weight, routing.read_weight
-        assert write_weight is not None
-        assert read_weight is not None
+        assert routing.read_weight is not None
+        weights = {"read_weight": routing.read_weight * self.read_gate(x).unsqueeze(-1)}
         if self.write_gate is not None:
-            write_weight = write_weight * self.write_gate(x)
-        read_weight = read_weight * self.read_gate(x).unsqueeze(-1)
-        return routing._replace(write_weight=write_weight, read_weight=read_weight), state
+            weights["write_weight"] = routing.write_weight * self.write_gate(x)
+        return routing._replace(**weights), state
 
 
 class ProfileMemory(Memory):

@@ -34,11 +34,9 @@ class DeltaTokens(NamedTuple):
     beta: Tensor  # (B, T, H)
     log_decay: Tensor | None  # (B, T, H)
 
-    def cut(self, start: int, stop: int) -> DeltaTokens:
+    def cut(self, time: slice) -> DeltaTokens:
         """Take a range of time."""
-        log_decay = None if self.log_decay is None else self.log_decay[:, start:stop]
-        q, k, v, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.beta))
-        return DeltaTokens(q, k, v, beta, log_decay)
+        return DeltaTokens._make(x if x is None else x[:, time] for x in self)
 
     def close(self, shut: Tensor) -> DeltaTokens:
         """Close the gates of some tokens (B, T), so that they change no state."""
@@ -52,8 +50,7 @@ class TransportState(NamedTuple):
     """What decoding carries: distant tokens, tables, and the transitions since the boundary.
 
     Until it reads, a row waits with its distant tokens. Then they are carried to the boundary at
-    once, and from there on the tables stand still: they are a state of SMat-Attention whose recent
-    keys are all zero.
+    once, into the state of an SMat-Attention whose recent keys are all zero.
     """
 
     distant: Tensor | None  # (B, n + 1, H, K + V + 2), zeros where none came yet: `_written`
@@ -90,11 +87,10 @@ def read_transported(
             return _decode(tokens, routing, mask, call, past)
     out, tables, transition = torch.zeros_like(tokens.v), None, None
     if num_distant < call.length:
-        far, near = tokens.cut(0, num_distant), tokens.cut(num_distant, call.length)
-        queries, transition = transport_queries(
-            near.q, near.k, near.beta, near.log_decay, output_final_transition=True
-        )
-        keys = transport_keys(far.k, far.beta, far.log_decay)
+        q, k, _, beta, log_decay = tokens.cut(slice(num_distant, None))
+        queries, transition = transport_queries(q, k, beta, log_decay, output_final_transition=True)
+        _, k, _, beta, log_decay = tokens.cut(slice(num_distant))
+        keys = transport_keys(k, beta, log_decay)
         read, tables = smat_attention(
             F.pad(queries, (0, 0, 0, 0, num_distant, 0)),
             F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant)), tokens.v, mask,
@@ -114,11 +110,7 @@ def read_transported(
 
 
 def _decode(
-    tokens: DeltaTokens,
-    routing: Routing,
-    mask: SMatMask,
-    call: CallInfo,
-    past: TransportState,
+    tokens: DeltaTokens, routing: Routing, mask: SMatMask, call: CallInfo, past: TransportState
 ) -> tuple[Tensor, TransportState]:
     """Take in tokens after those of a state; rows may stand at different positions."""
     assert call.past is not None

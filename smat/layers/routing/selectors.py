@@ -59,7 +59,6 @@ class TopTypes(Selector):
     (torch.Size([4, 10, 2, 4]), True)
 
     Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
-
     Cost: T B hidden_size, B = `geometry.num_types` ~ T^(1 - 1/d); backward T k hidden_size.
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
@@ -70,7 +69,7 @@ class TopTypes(Selector):
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
         with torch.no_grad():
             scores = self.score(hidden)
-            query_type = _highest(scores, self.num_reads)
+            query_type = scores.topk(self.num_reads, dim=-1).indices
         score = chosen_scores(scores, query_type, hidden, self.scorer.weight, self.scorer.bias)
         return Routing(query_type=query_type, read_weight=score.softmax(-1))
 
@@ -84,8 +83,6 @@ class FactoredTopTypes(Selector):
     (torch.Size([4, 10, 2, 4]), 11)
 
     The selection is exact: the best k sums have their direction and their offset among the best k.
-    What is given up is a score that prefers an offset for one direction and not for another.
-
     Cost: T (A + q) hidden_size + T k^2, A directions of q offsets.
     """
 
@@ -111,11 +108,9 @@ class OwnHyperplane(Selector):
     >>> reads.query_type.shape, bool((reads.read_weight == 1).all())
     (torch.Size([4, 10, 2, 1]), True)
 
-    The direction is the best of A learned scores. The choice itself has no derivative; the read
-    weight 1 + p - sg(p), p the softmax probability of the chosen direction, is 1 and passes the
-    gradient of a larger read on to all A scores: a biased straight-through estimate.
-
-    Cost: T A hidden_size. Tokens with the same hash point always see each other.
+    The direction is the best of A learned scores. The read weight 1 + p - sg(p), p the softmax
+    probability of the chosen direction, is 1 and passes the gradient of a larger read on to all A
+    scores: a biased straight-through estimate. Cost: T A hidden_size.
     """
 
     needs_own_profile = True
@@ -171,22 +166,6 @@ def point_mask(mask: SMatMask) -> SMatMask:
     """
     cells = {"vc_dim": 2, "field_size": next_prime(mask.geometry.num_profiles)}
     return SMatMask.from_dict({**mask.to_dict(), **cells})
-
-
-def _highest(scores: Tensor, num: int) -> Tensor:
-    """Find the places of the highest scores, (..., B) -> (..., num), the highest first.
-
-    >>> _highest(torch.tensor([3.0, 1.0, 2.0]), num=2)
-    tensor([0, 2])
-
-    Of fewer than 64 scores for each that is wanted torch partitions them all instead of keeping the
-    best so far, which takes twice the time; so there are never fewer. Where real scores are -inf
-    too a spare place may be found, which is no place.
-    """
-    last = scores.shape[-1] - 1
-    spare = max(0, 64 * num - scores.shape[-1])
-    found = F.pad(scores, (0, spare), value=-torch.inf).topk(num, dim=-1).indices
-    return found.clamp(max=last)
 
 
 def chosen_scores(
