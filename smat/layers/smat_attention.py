@@ -57,7 +57,7 @@ class SMatAttention(Mixer):
         key_gate: h = sigmoid(W x), which scales what a token writes.
         output_gate, output_norm: RMSNorm(y) SiLU(W x) per head, either or both.
         routing: Who writes where and reads what: positions unless given, `HashedRouting`,
-            `ContentRouting`, or any module with their two methods.
+            `ContentRouting`, or another `Router`.
     """
 
     packs_natively = True

@@ -1,8 +1,15 @@
-"""The mixers that experiments inject: a name, and a function whose arguments are its options."""
+"""The mixers that experiments inject: a name, and a function whose arguments are its options.
+
+>>> from smat.tasks import MQAR
+>>> MIXERS["deltanet"](32, MQAR(), num_heads=2).num_heads
+2
+
+Options are those that a function names, and the arguments of its layer; others raise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -31,22 +38,6 @@ class SequenceTask(Protocol):
     def train_length(self) -> int: ...
     @property
     def keys_per_query(self) -> int: ...
-
-
-def make_mixer(
-    name: str, width: int, task: SequenceTask, options: Mapping[str, Option]
-) -> layers.Mixer:
-    """Make one mixer layer of a model.
-
-    >>> from smat.tasks import MQAR
-    >>> make_mixer("deltanet", 32, MQAR(), {"num_heads": 2}).num_heads
-    2
-
-    Options are those that the mixer's function names, and the arguments of its layer; others raise.
-    """
-    if name not in MIXERS:
-        raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {name!r}")
-    return MIXERS[name](width, task, **options)
 
 
 def _plain(kind: type[layers.Mixer], width: int, task: SequenceTask, **layer: Any) -> layers.Mixer:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smat.layers import sum_balance_losses
 from smat.layers.primitives import RMSNorm
-from smat.models.mixers import Option, SequenceTask, make_mixer
+from smat.models.mixers import MIXERS, Option, SequenceTask
 
 NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
         super().__init__()
         width, inner = config.width, round(config.mlp_ratio * config.width)
         self.norm = NORMS[config.norm](width)
-        self.mixer = make_mixer(config.mixer, width, task, config.options)
+        self.mixer = MIXERS[config.mixer](width, task, **config.options)
         self.mlp_norm = self.mlp = None
         if inner:
             self.mlp_norm = NORMS[config.norm](width)
@@ -83,6 +83,8 @@ class SequenceModel(nn.Module):
         width, payload, vocab_size = config.width, task.payload_dim, task.vocab_size
         if config.norm not in NORMS:
             raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {config.norm!r}")
+        if config.mixer not in MIXERS:
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {config.mixer!r}")
         positions = torch.empty(task.max_length, width) if config.learned_positions else None
         self.tokens = nn.Embedding(vocab_size, width) if vocab_size else None
         self.payload_in = nn.Linear(payload, width, bias=False) if payload else None

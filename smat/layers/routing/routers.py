@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,34 +17,28 @@ from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cel
 from smat.ops.smat.routing import POSITIONAL, Routing
 
 
-class Router(Protocol):
+class Router(nn.Module):
     """What a layer asks of a routing module."""
 
-    extra_inputs: tuple[str, ...]  # what it takes of a layer's arguments
+    extra_inputs: tuple[str, ...] = ()  # what it takes of a layer's arguments
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read."""
+        return mask
 
-    def __call__(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Any]:
-        """Assign the tokens of a call; ``call.before("routing")`` is the state before them.
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
+        """Route the tokens of a call; ``call.before("routing")`` is the state before them.
 
         What is read is told for ``call.queries`` alone, if there are any.
         """
-
-
-class PositionalRouting(nn.Module):
-    """Profiles and types dealt out in turn: everything is left to the positions."""
-
-    extra_inputs: tuple[str, ...] = ()
-
-    def read_mask(self, mask: SMatMask) -> SMatMask:
-        return mask
-
-    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, None]:
         return POSITIONAL, None
 
 
-class HashedRouting(nn.Module):
+class PositionalRouting(Router):
+    """Profiles and types dealt out in turn: everything is left to the positions."""
+
+
+class HashedRouting(Router):
     """Every token writes to the cell that its id hashes to, and reads a hyperplane through it.
 
     >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
@@ -150,7 +144,7 @@ class DirectedRouting(HashedRouting):
         return self.selector(x[:, _queries(call)], cells[0])
 
 
-class ContentRouting(nn.Module):
+class ContentRouting(Router):
     """Route tokens by what the layer's input says, with any selector of `LearnedRouting`.
 
     >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
@@ -162,8 +156,6 @@ class ContentRouting(nn.Module):
     After a call that begins sequences `balance_loss` holds the loss of the hash, with its gradient,
     for the training loop to add: `sum_balance_losses`.
     """
-
-    extra_inputs: tuple[str, ...] = ()
 
     def __init__(self, learned: LearnedRouting) -> None:
         super().__init__()
