@@ -7,10 +7,13 @@ from smat.layers.mamba2 import Mamba2
 from smat.layers.memory.memory import Memory, ProfileMemory, TransportedMemory, kept_mask
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
-from smat.layers.routing.hash import balance_loss, balance_weight, sum_balance_losses
-from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.learned import (
+    LearnedRouting,
+    balance_loss,
+    balance_weight,
+    sum_balance_losses,
+)
 from smat.layers.routing.routers import (
-    Assignment,
     ContentRouting,
     DirectedRouting,
     HashedRouting,
@@ -22,7 +25,7 @@ from smat.layers.smat_attention import SMatAttention
 from smat.layers.softmax_attention import SoftmaxAttention
 
 __all__ = [
-    "Assignment", "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
+    "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
     "GatedDeltaNet", "HashedRouting", "LearnedRouting", "LogLinearGatedDeltaNet", "LogLinearMamba2",
     "Mamba2", "Memory", "Mixer", "MixerCache", "MixtureOfMemories", "OwnCell", "OwnHyperplane",
     "PositionalRouting", "ProfileMemory", "Router", "SMatAttention", "SoftmaxAttention", "TopTypes",

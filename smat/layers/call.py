@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,16 +14,16 @@ from smat.masks import SMatMask
 from smat.ops import SMatState, smat_attention, smat_attention_at
 from smat.ops.feature_maps import FeatureMap
 
+State = TypeVar("State")
+
 
 @dataclass(frozen=True)
 class MixerCache:
-    """What one layer carries from token to token: how many there were, and its states.
+    """What one layer carries from token to token, without gradient: a count, and its states.
 
     >>> cache = MixerCache(torch.tensor([5, 7]), {"conv": torch.zeros(2, 3, 8)})
     >>> cache.select([1, 1, 0]).num_tokens
     tensor([7, 7, 5])
-
-    It carries no gradient: a call after a cache raises when it is differentiated.
     """
 
     num_tokens: Tensor  # (B,)
@@ -42,7 +43,7 @@ class MixerCache:
 
 
 def _select(state: Any, rows: Tensor) -> Any:
-    if state is None or isinstance(state, SMatMask):
+    if state is None or isinstance(state, SMatMask):  # what all rows share
         return state
     if isinstance(state, Tensor):
         return state[rows]
@@ -88,11 +89,6 @@ class CallInfo:
             new = torch.full((self.batch,), self.length, device=self.device)
         return new if self.past is None else self.past.num_tokens + new
 
-    @property
-    def is_step(self) -> bool:
-        """Whether this is one real token a row after others: a step of decoding."""
-        return self.length == 1 and self.past is not None and self.real is None
-
     def before(self, name: str) -> Any:
         """Return a state that the last call left, None if this one begins the sequences."""
         return None if self.past is None else self.past[name]
@@ -121,9 +117,9 @@ class CallInfo:
             return None
         positions = self.positions()
         first = torch.arange(self.length, device=self.device) - positions
-        if mask is None:
-            return first
-        return first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
+        if mask is not None:
+            first = first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
+        return first
 
     def cache(self, **states: Any) -> MixerCache | None:
         """Collect the states after this call, if they were asked for."""
@@ -147,23 +143,29 @@ def attend(
     state = call.before("state")
     if state is not None:
         return attend_after(state, q, k, v, call, **per_token)
-    given: dict[str, Any] = {
-        **per_token, "feature_map": feature_map, "normalize": normalize,
-        "cu_seqlens": call.cu_seqlens,
-    }  # fmt: skip
+    given: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, **per_token}
     if call.queries is not None:
-        return smat_attention_at(q, k, v, mask, call.queries, **given), None
+        some = smat_attention_at(q, k, v, mask, call.queries, cu_seqlens=call.cu_seqlens, **given)
+        return some, None
     return smat_attention(
-        q, k, v, mask, attention_mask=call.real, output_final_state=call.use_cache, **given
-    )
+        q, k, v, mask, attention_mask=call.real, cu_seqlens=call.cu_seqlens,
+        output_final_state=call.use_cache, **given,
+    )  # fmt: skip
 
 
 def attend_after(
     state: SMatState, q: Tensor, k: Tensor, v: Tensor, call: CallInfo, **per_token: Tensor | None
 ) -> tuple[Tensor, SMatState]:
     """Attend from new tokens (B, T, H, .) after those of a state, which has no gradient."""
-    if call.is_step:
-        now = {name: None if x is None else x[:, 0] for name, x in per_token.items()}
-        out, state = state.step(q[:, 0], k[:, 0], v[:, 0], inplace=call.inplace, **now)
-        return out.unsqueeze(1), state
+    if call.length == 1 and call.real is None:
+        return take_step(partial(state.step, inplace=call.inplace), 0, q, k, v, **per_token)
     return state.extend(q, k, v, attention_mask=call.real, inplace=call.inplace, **per_token)
+
+
+def take_step(
+    step: Callable[..., tuple[Tensor, State]], t: int, *tokens: Tensor, **per_token: Tensor | None
+) -> tuple[Tensor, State]:
+    """Take token t of what is given per token, (B, T, ...), by a step of decoding: (B, 1, ...)."""
+    named = {name: None if x is None else x[:, t] for name, x in per_token.items()}
+    out, state = step(*(x[:, t] for x in tokens), **named)
+    return out.unsqueeze(1), state

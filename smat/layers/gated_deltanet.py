@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from smat.layers.call import CallInfo, MixerCache
+from smat.layers.call import CallInfo, MixerCache, take_step
 from smat.layers.memory.memory import Memory
 from smat.layers.memory.transport import DeltaTokens, boundary_of, read_transported
 from smat.layers.mixer import Mixer
@@ -30,8 +31,6 @@ class GatedDeltaNet(Mixer):
     >>> layer = GatedDeltaNet(hidden_size=32, num_heads=2, head_dim=8)
     >>> x = torch.randn(2, 50, 32)
     >>> out, _, cache = layer(x, use_cache=True)
-    >>> out.shape
-    torch.Size([2, 50, 32])
     >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
     >>> out_t.shape, cache["state"].shape
     (torch.Size([2, 32]), torch.Size([2, 2, 8, 16]))
@@ -78,13 +77,12 @@ class GatedDeltaNet(Mixer):
         if decay:
             self.dt_bias = nn.Parameter(torch.empty(num_heads, **made))
             self.A_log = nn.Parameter(torch.empty(num_heads, **made))
-        self.g_proj: nn.Linear | None = None
-        self.norm: RMSNorm = RMSNorm(value_dim, norm_eps, **made)
-        if output_gate:
-            self.g_proj = nn.Linear(hidden_size, self.widths[2], bias=False, **made)
-            self.norm = NormThenGate(value_dim, norm_eps, **made)
+        inner, norm = self.widths[2], NormThenGate if output_gate else RMSNorm
+        self.norm = norm(value_dim, norm_eps, **made)
+        self.g_proj = nn.Linear(hidden_size, inner, bias=False, **made) if output_gate else None
         self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False, **made)
         self.memory = memory
+        self.extra_inputs = () if memory is None else ("mask",)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -93,28 +91,20 @@ class GatedDeltaNet(Mixer):
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log, 0.0, 16.0)
 
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        return () if self.memory is None else ("mask",)
-
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
-        inputs, past = self.qkv_proj(x), call.before("conv")
         mask = None if self.memory is None else self.memory.mask_of(call)
-        tokens = self._project(x, self.conv(inputs, past, call.first_visible(mask)), call)
+        convolved, conv = self.conv.run(self.qkv_proj(x), call, mask=mask)
+        tokens = self._project(x, convolved, call)
         routing = distant = None
         if self.memory is None or mask is None:
             y, state = self.recur(x, tokens, call)
         else:
             y, state = self.recur(x, reset_at(boundary_of(mask), tokens, call), call)
-            assignment, routing = self.memory(x, mask, call)
-            read_mask = self.memory.read_mask(mask)
-            read, distant = read_transported(tokens, assignment, read_mask, call)
+            chosen, routing = self.memory(x, mask, call)
+            read, distant = read_transported(tokens, chosen, self.memory.read_mask(mask), call)
             y = y + read
         gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]
         out = self.o_proj(self.norm(y, *gate).flatten(-2))
-        if not call.use_cache:
-            return out, None
-        conv = self.conv.next_state(inputs, past, call.lengths)
         return out, call.cache(conv=conv, state=state, routing=routing, memory=distant, mask=mask)
 
     def _project(self, x: Tensor, convolved: Tensor, call: CallInfo) -> DeltaTokens:
@@ -129,26 +119,11 @@ class GatedDeltaNet(Mixer):
         return DeltaTokens(l2_norm(q), l2_norm(k), v, call.close(beta), log_decay)
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
-        """Run the delta rule over the tokens of a call, and return its state."""
-        q, k, v, beta, log_decay = tokens
-        state = call.before("state")
-        if call.is_step:
-            first = [None if each is None else each[:, 0] for each in tokens]
-            out, state = delta_rule_step(*first, state=state)  # type: ignore[arg-type]
-            return out.unsqueeze(1), state
-        return delta_rule(
-            q, k, v, beta, log_decay, initial_state=state, chunk_size=self.chunk_size,
-            output_final_state=call.use_cache,
-        )  # fmt: skip
+        return run_delta_rule(tokens, call.before("state"), call.use_cache, self.chunk_size)
 
 
 class DeltaNet(GatedDeltaNet):
-    """Gated DeltaNet without decay and output gate.
-
-    >>> layer = DeltaNet(hidden_size=32, num_heads=2, head_dim=8)
-    >>> layer(torch.randn(2, 50, 32))[0].shape
-    torch.Size([2, 50, 32])
-    """
+    """Gated DeltaNet without decay and output gate."""
 
     def __init__(self, hidden_size: int, *, expand_v: float = 1.0, **options: Any) -> None:
         options = {"decay": False, "output_gate": False, **options}
@@ -163,3 +138,14 @@ def reset_at(boundary: int, tokens: DeltaTokens, call: CallInfo) -> DeltaTokens:
     edge = (call.positions() == boundary).expand(log_decay.shape[:2])
     edge = edge if call.real is None else edge & call.real
     return tokens._replace(log_decay=log_decay.masked_fill(edge.unsqueeze(-1), -torch.inf))
+
+
+def run_delta_rule(
+    tokens: DeltaTokens, state: Tensor | None, keeps_state: bool, chunk_size: int
+) -> tuple[Tensor, Tensor | None]:
+    """Run the delta rule after a state, one token by a step and several in chunks."""
+    if state is not None and tokens.q.shape[1] == 1:
+        return take_step(partial(delta_rule_step, state=state), 0, **tokens._asdict())
+    return delta_rule(
+        *tokens, initial_state=state, output_final_state=keeps_state, chunk_size=chunk_size
+    )

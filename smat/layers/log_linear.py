@@ -5,18 +5,18 @@ Both forms are their backbone with another recurrence: everything else is inheri
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.layers.call import CallInfo
+from smat.layers.call import CallInfo, take_step
 from smat.layers.gated_deltanet import GatedDeltaNet
-from smat.layers.mamba2 import Mamba2, Projected
+from smat.layers.mamba2 import Mamba2
 from smat.layers.memory.transport import DeltaTokens
 from smat.layers.primitives import keep_from_decay_
-from smat.masks import SMatMask
 from smat.ops.log_linear import (
     LogLinearState,
     log_linear_attention,
@@ -45,7 +45,6 @@ class LevelWeights(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the projection anew; the scale starts at 1."""
         self.proj.reset_parameters()
         keep_from_decay_(nn.init.ones_(self.scale))
 
@@ -95,18 +94,18 @@ class LogLinearMamba2(Mamba2):
             keep_from_decay_(self.A_log.copy_(rates.log()))
 
     def recur(
-        self, x: Tensor, tokens: Projected, mask: SMatMask | None, call: CallInfo
-    ) -> tuple[Tensor, Any, None]:
-        """Run all levels over the tokens of a call, and return their states if asked for."""
-        (q, k), v, log_decay = tokens.per_head(), tokens.v, tokens.log_decay
-        weights, log_decay = self.level_weights(x), call.close(log_decay)
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, call: CallInfo
+    ) -> tuple[Tensor, dict[str, Any]]:
+        q, k = (each.repeat_interleave(self.num_heads // self.num_groups, 2) for each in (q, k))
+        given = {"level_weights": self.level_weights(x), "log_decay": call.close(log_decay)}
         if call.past is not None:
-            return *_decode(call, (q, k, v, weights, log_decay), None, 1.0), None
+            y, last = _decode(call, 1.0, q, k, v, **given)
+            return y, {"state": last, "routing": None}
         y, state = log_linear_attention(
-            q, k, v, weights, log_decay, output_final_state=call.use_cache,
-            lengths=call.lengths, chunk_size=self.chunk_size,
+            q, k, v, **given, output_final_state=call.use_cache, lengths=call.lengths,
+            chunk_size=self.chunk_size,
         )  # fmt: skip
-        return y, state, None
+        return y, {"state": state, "routing": None}
 
 
 class LogLinearGatedDeltaNet(GatedDeltaNet):
@@ -129,32 +128,28 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
         self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, False, **made)
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
-        """Run all levels over the tokens of a call, and return their states if asked for."""
-        q, k, v, beta, log_decay = tokens
-        weights = self.level_weights(x)
+        given = {"level_weights": self.level_weights(x), **tokens._asdict()}
         if call.past is not None:
-            return _decode(call, (q, k, v, weights, log_decay), beta, self.scale)
+            return _decode(call, self.scale, **given)
         return log_linear_delta_rule(
-            q, k, v, beta, weights, log_decay, scale=self.scale, lengths=call.lengths,
-            output_final_state=call.use_cache, chunk_size=self.chunk_size,
+            **given, scale=self.scale, lengths=call.lengths, output_final_state=call.use_cache,
+            chunk_size=self.chunk_size,
         )  # fmt: skip
 
 
 def _decode(
-    call: CallInfo, tokens: tuple[Any, ...], beta: Tensor | None, scale: float
+    call: CallInfo, scale: float, *tokens: Tensor, **per_token: Tensor
 ) -> tuple[Tensor, LogLinearState]:
     """Take the tokens one by one after those of the cache; padding leaves its row as it was."""
     state: LogLinearState = call.before("state")
     outputs = []
     for t in range(call.length):
-        now: list[Any] = [x if x is None else x[:, t] for x in tokens]
-        out, after = log_linear_step(
-            *now, scale=scale, state=state, beta=None if beta is None else beta[:, t]
-        )  # fmt: skip
+        step = partial(log_linear_step, state=state, scale=scale)
+        out, after = take_step(step, t, *tokens, **per_token)
         if call.real is not None:
             real = call.real[:, t]
             buckets = torch.where(real.view(-1, 1, 1, 1, 1), after.buckets, state.buckets)
             after = LogLinearState(buckets, torch.where(real, after.num_tokens, state.num_tokens))
         outputs.append(out)
         state = after
-    return torch.stack(outputs, 1), state
+    return torch.cat(outputs, 1), state

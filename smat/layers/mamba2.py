@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,25 +17,9 @@ from smat.layers.primitives import (
     keep_from_decay_,
     step_and_log_decay,
 )
-from smat.layers.routing.routers import Assignment
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import SMatMask, none
-
-
-class Projected(NamedTuple):
-    """What the recurrence of Mamba-2 takes: its names in linear attention, and the skip input."""
-
-    q: Tensor  # C, (B, T, G, N), one for each group of heads
-    k: Tensor  # B, (B, T, G, N)
-    v: Tensor  # step x, (B, T, H, P)
-    log_decay: Tensor  # (B, T, H)
-    skip: Tensor  # x, (B, T, H, P)
-
-    def per_head(self) -> tuple[Tensor, Tensor]:
-        """Give every head the C and the B of its group, (B, T, H, N)."""
-        heads_of_group = self.v.shape[2] // self.q.shape[2]
-        q, k = (x.repeat_interleave(heads_of_group, 2) for x in (self.q, self.k))
-        return q, k
+from smat.ops.smat.routing import POSITIONAL
 
 
 class Mamba2(Mixer):
@@ -44,8 +28,6 @@ class Mamba2(Mixer):
     >>> layer = Mamba2(hidden_size=32, head_dim=16, state_dim=8)
     >>> x = torch.randn(2, 50, 32)
     >>> out, _, cache = layer(x, use_cache=True)
-    >>> out.shape
-    torch.Size([2, 50, 32])
     >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
     >>> out_t.shape, cache.num_tokens
     (torch.Size([2, 32]), tensor([51, 51]))
@@ -98,6 +80,7 @@ class Mamba2(Mixer):
         self.norm = GateThenNorm(inner, norm_eps, num_groups, **made)
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         self.memory = memory
+        self.extra_inputs = () if memory is None else ("mask",)
         self.plain_mask = SMatMask(1, vc_dim=1, boundary=none())
         self.reset_parameters()
 
@@ -107,47 +90,34 @@ class Mamba2(Mixer):
         init_decay_rate_(self.A_log, 1.0, 16.0)
         keep_from_decay_(nn.init.ones_(self.D))
 
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        return () if self.memory is None else ("mask",)
-
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         gate, inputs, raw_step = self.in_proj(x).split(self.widths, -1)
-        past, mask = call.before("conv"), None
+        mask = None
         if self.memory is not None:
             mask = self.memory.mask_of(call)
             if not mask.boundary.horizon_free:
-                raise ValueError(
-                    f"a memory beside a recurrence needs a boundary without horizon, such as "
-                    f"kept({mask.num_distant}), got {mask.describe()}"
-                )
-        convolved = self.conv(inputs, past, call.first_visible(mask))
-        tokens = self._project(convolved, raw_step)
-        y, state, routing = self.recur(x, tokens, mask, call)
-        y = y + self.D.to(y.dtype).unsqueeze(-1) * tokens.skip
-        out = self.out_proj(self.norm(y.flatten(-2), gate))
-        if not call.use_cache:
-            return out, None
-        conv = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
-        return out, call.cache(conv=conv, state=state, routing=routing, mask=mask)
-
-    def _project(self, convolved: Tensor, raw_step: Tensor) -> Projected:
+                fitting = f"a boundary without horizon, such as kept({mask.num_distant})"
+                raise ValueError(f"a memory needs {fitting}, got {mask.describe()}")
         shared = self.num_groups * self.state_dim
-        skip, key, query = convolved.split([self.inner_size, shared, shared], -1)
-        step, log_decay = step_and_log_decay(raw_step, self.dt_bias, self.A_log)
+        convolved, conv = self.conv.run(inputs, call, mask=mask)
+        skip, k, q = convolved.split([self.inner_size, shared, shared], -1)
+        q, k = (each.unflatten(-1, (self.num_groups, -1)) for each in (q, k))
         skip = skip.unflatten(-1, (self.num_heads, self.head_dim))
-        value = (skip * step.unsqueeze(-1)).to(skip.dtype)
-        query, key = (x.unflatten(-1, (self.num_groups, -1)) for x in (query, key))
-        return Projected(query, key, value, log_decay, skip)
+        step, log_decay = step_and_log_decay(raw_step, self.dt_bias, self.A_log)
+        v = (skip * step.unsqueeze(-1)).to(skip.dtype)
+        y, states = self.recur(x, q, k, v, log_decay, call)
+        y = y + self.D.to(y.dtype).unsqueeze(-1) * skip
+        out = self.out_proj(self.norm(y.flatten(-2), gate))
+        return out, call.cache(conv=conv, mask=mask, **states)
 
     def recur(
-        self, x: Tensor, tokens: Projected, mask: SMatMask | None, call: CallInfo
-    ) -> tuple[Tensor, Any, Tensor | None]:
-        """Run the recurrence over the tokens of a call, and return its state and the routing's."""
-        q, k, v, log_decay, _ = tokens
-        assignment, routing, read_mask = Assignment(), None, self.plain_mask
-        if self.memory is not None and mask is not None:
-            assignment, routing = self.memory(x, mask, call)
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, call: CallInfo
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Run q, k (B, T, groups, N), v (B, T, H, P) and log_decay (B, T, H): y and states."""
+        routing, routing_state, read_mask = POSITIONAL, None, self.plain_mask
+        if self.memory is not None:
+            mask = self.memory.mask_of(call)
+            routing, routing_state = self.memory(x, mask, call)
             read_mask = self.memory.read_mask(mask)
-        y, state = attend(q, k, v, read_mask, call, log_decay=log_decay, **assignment._asdict())
-        return y, state, routing
+        y, state = attend(q, k, v, read_mask, call, log_decay=log_decay, **routing._asdict())
+        return y, {"state": state, "routing": routing_state}

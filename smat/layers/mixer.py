@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,13 +21,9 @@ class Mixer(nn.Module, ABC):
     """
 
     hidden_size: int
+    extra_inputs: tuple[str, ...] = ()  # what `forward` takes beside hidden states: "token_ids"
     packs_natively = False  # whether `mix` takes packed sequences as they are
     reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
-
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        """The names of what `forward` takes beside hidden states, such as "token_ids"."""
-        return ()
 
     @abstractmethod
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
@@ -64,23 +59,21 @@ class Mixer(nn.Module, ABC):
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
         if positions is not None:
             check_positions(positions, hidden_states.shape[1])
-        queries = None
-        if self.reads_at_queries and attention_mask is None and past_key_values is None:
-            queries = None if use_cache else positions
         if cu_seqlens is not None and not self.packs_natively:
             out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
             return out if positions is None else out[:, positions], None, cache
+        begins = attention_mask is None and past_key_values is None and not use_cache
+        queries = positions if self.reads_at_queries and begins else None
         batch, length = hidden_states.shape[:2]
         padding = Padding(None if attention_mask is None else attention_mask[:, -length:])
         extras = {
             name: padding.remove(x)[0] if _is_per_token(x, batch, length) else x
             for name, x in extras.items()
         }
-        real = None if padding.real is None else padding.front(padding.real)
         (x,) = padding.remove(hidden_states)
         call = CallInfo(
-            batch, length, x.device, real, cu_seqlens, past_key_values, use_cache, inplace,
-            queries, extras,
+            batch, length, x.device, None if padding.real is None else padding.front(padding.real),
+            cu_seqlens, past_key_values, use_cache, inplace, queries, extras,
         )  # fmt: skip
         out, cache = self.mix(x, call)
         if queries is None:
@@ -104,9 +97,8 @@ class Mixer(nn.Module, ABC):
         valid unless ``inplace``.
         """
         timed = {name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in extras.items()}
-        out, _, after = self.forward(
-            hidden_state.unsqueeze(1), None, cache, True, inplace=inplace, **timed
-        )
+        x = hidden_state.unsqueeze(1)
+        out, _, after = self.forward(x, None, cache, True, inplace=inplace, **timed)
         assert after is not None
         return out.squeeze(1), after
 
@@ -117,14 +109,17 @@ class Mixer(nn.Module, ABC):
     def _mix_unpacked(
         self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
     ) -> tuple[Tensor, MixerCache | None]:
-        edges = cu_seqlens.tolist()
+        """Lay packed sequences side by side, zeros behind each, and mix them as a padded batch."""
+        lengths = cu_seqlens.long().diff()
+
+        def unpack(x: Tensor) -> Tensor:
+            return nn.utils.rnn.pad_sequence(x[0].split(lengths.tolist()), batch_first=True)
+
+        sequences, total = unpack(hidden_states), hidden_states.shape[1]
         apart: dict[str, Any] = {
-            name: unpack(x, edges) if _is_per_token(x, 1, edges[-1]) else x
-            for name, x in extras.items()
+            name: unpack(x) if _is_per_token(x, 1, total) else x for name, x in extras.items()
         }
-        sequences = unpack(hidden_states, edges)
-        token = torch.arange(sequences.shape[1], device=sequences.device)
-        real = token < cu_seqlens.long().diff()[:, None]
+        real = torch.arange(sequences.shape[1], device=sequences.device) < lengths[:, None]
         out, _, cache = self.forward(sequences, real, None, use_cache, **apart)
         return out[real].unsqueeze(0), cache
 
@@ -139,21 +134,19 @@ class Mixer(nn.Module, ABC):
         """Refuse tokens, padding, packing and a cache that do not belong together."""
         unknown = [name for name in extras if name not in self.extra_inputs]
         if unknown:
-            raise TypeError(
-                f"{type(self).__name__} takes {list(self.extra_inputs)} beside the arguments of "
-                f"every mixer, got {unknown}"
-            )
-        for argument, x, kind in (
-            ("hidden_states", hidden_states, Tensor), ("attention_mask", attention_mask, Tensor),
-            ("past_key_values", past, MixerCache), ("cu_seqlens", cu_seqlens, Tensor),
+            known = f"takes {list(self.extra_inputs)} beside the arguments of every mixer"
+            raise TypeError(f"{type(self).__name__} {known}, got {unknown}")
+        for argument, x, kinds in (
+            ("hidden_states", hidden_states, Tensor), ("cu_seqlens", cu_seqlens, Tensor | None),
+            ("attention_mask", attention_mask, Tensor | None),
+            ("past_key_values", past, MixerCache | None),
         ):  # fmt: skip
-            if not isinstance(x, kind) and (x is not None or argument == "hidden_states"):
-                raise TypeError(f"{argument} must be a {kind.__name__}, got {type(x).__name__}")
+            if not isinstance(x, kinds):
+                raise TypeError(f"{argument} must be a {kinds}, got {type(x).__name__}")
         shape = tuple(hidden_states.shape)
         if len(shape) != 3 or shape[1] < 1 or shape[2] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states must be (B, T, {self.hidden_size}) with T >= 1, got {shape}"
-            )
+            wanted = f"(B, T, {self.hidden_size}) with T >= 1"
+            raise ValueError(f"hidden_states must be {wanted}, got {shape}")
         if attention_mask is not None:
             _check_padding(attention_mask, shape)
         if past is not None and len(past) != shape[0]:
@@ -164,9 +157,8 @@ class Mixer(nn.Module, ABC):
             raise ValueError("cu_seqlens goes with neither an attention_mask nor a cache")
         edges = cu_seqlens.tolist()
         if shape[0] != 1 or edges[:1] != [0] or edges[-1] != shape[1] or sorted(edges) != edges:
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to T in a batch of 1, got {edges} for {shape[:2]}"
-            )
+            rule = "cu_seqlens must rise from 0 to T in a batch of 1"
+            raise ValueError(f"{rule}, got {edges} for {shape[:2]}")
 
 
 class _WithoutGradient(torch.autograd.Function):
@@ -194,29 +186,16 @@ def reset_children(module: nn.Module) -> None:
             reset_children(child)
 
 
-def unpack(x: Tensor, edges: Sequence[int]) -> Tensor:
-    """Lay packed sequences side by side, (1, T, ...) -> (S, longest, ...), zeros behind each.
-
-    >>> unpack(torch.arange(5)[None], [0, 2, 5])
-    tensor([[0, 1, 0],
-            [2, 3, 4]])
-    """
-    sequences = [x[0, start:stop] for start, stop in itertools.pairwise(edges)]
-    return nn.utils.rnn.pad_sequence(sequences, batch_first=True)
-
-
 def _check_padding(attention_mask: Tensor, shape: tuple[int, ...]) -> None:
     wide = tuple(attention_mask.shape)
     if len(wide) != 2 or wide[0] != shape[0] or wide[1] < shape[1]:
         raise ValueError(f"attention_mask must be (B, T) = {shape[:2]}, got {wide}")
     if attention_mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
-    wrong = (attention_mask != 0) & (attention_mask != 1)
-    if bool(wrong.any()):
-        raise ValueError(
-            f"attention_mask must hold 0 for padding and 1 elsewhere, got "
-            f"{attention_mask[wrong][0].item()}"
-        )
+    wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+    if len(wrong):
+        found = wrong[0].item()
+        raise ValueError(f"attention_mask must hold 0 for padding and 1 elsewhere, got {found}")
 
 
 def _is_per_token(x: object, batch: int, length: int) -> bool:

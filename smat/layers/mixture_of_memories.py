@@ -6,13 +6,15 @@ softmax router, renormalised, no shared memory, and Gated DeltaNet's update in e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
+from smat.layers.gated_deltanet import run_delta_rule
+from smat.layers.memory.transport import DeltaTokens
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
@@ -23,8 +25,8 @@ from smat.layers.primitives import (
     step_and_log_decay,
 )
 from smat.layers.short_convolution import ShortConvolution
-from smat.layers.visits import Sequences, Visits
-from smat.ops.delta_rule import delta_rule, delta_rule_step
+
+SPARE_VISITS = 8  # of padding behind a sequence, which cost no more than another product
 
 
 class MixtureOfMemories(Mixer):
@@ -33,8 +35,6 @@ class MixtureOfMemories(Mixer):
     >>> layer = MixtureOfMemories(hidden_size=32, num_memories=6, num_heads=2, head_dim=8)
     >>> x = torch.randn(2, 50, 32)
     >>> out, _, cache = layer(x, use_cache=True)
-    >>> out.shape, layer.balance_loss >= 0
-    (torch.Size([2, 50, 32]), tensor(True))
     >>> out_t, cache = layer.step(torch.randn(2, 32), cache)
     >>> out_t.shape, cache["state"].shape
     (torch.Size([2, 32]), torch.Size([2, 6, 2, 8, 8]))
@@ -43,10 +43,7 @@ class MixtureOfMemories(Mixer):
     S_m <- a (I - beta k k') S_m + beta k v',  and  y = sum over them of w_m K^(-1/2) S_m' q,
     with w the router's softmax over the chosen ones. Queries, norm and output are shared; k, v,
     beta and a are projections of the memory's own. Keys and values are convolved along the tokens
-    that their memory receives, queries along all tokens.
-
-    Visits are sorted into one sequence a memory, and those run side by side: O(T k) work, not a
-    scan for each memory.
+    that their memory receives, queries along all tokens. O(T k) work, not a scan for each memory.
 
     Args:
         hidden_size: The width of the layer's input and output.
@@ -87,12 +84,9 @@ class MixtureOfMemories(Mixer):
         self.num_memories = max(by_length.values())
         self.widths = [num_heads * head_dim, num_heads * value_dim, num_heads, num_heads]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.routers = nn.ModuleDict(
-            {
-                str(length): nn.Linear(hidden_size, count, bias=False, **made)
-                for length, count in sorted(by_length.items())
-            }
-        )
+        self.routers = nn.ModuleDict()
+        for length, count in sorted(by_length.items()):
+            self.routers[str(length)] = nn.Linear(hidden_size, count, bias=False, **made)
         self.q_proj = nn.Linear(hidden_size, self.widths[0], bias=False, **made)
         self.q_conv = ShortConvolution(self.widths[0], conv_size, **made)
         shape = (self.num_memories, hidden_size, sum(self.widths))
@@ -110,16 +104,13 @@ class MixtureOfMemories(Mixer):
         self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
     ) -> tuple[Tensor, MixerCache | None]:
         if len(self.routers) > 1:
-            raise ValueError(
-                f"packed sequences would share one of {len(self.routers)} routers, which are for "
-                f"lengths {[int(length) for length in self.routers]}; pad them instead"
-            )
+            lengths = [int(length) for length in self.routers]
+            raise ValueError(f"pad packed sequences: {len(lengths)} routers are for {lengths}")
         return super()._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
 
     def reset_parameters(self) -> None:
-        """Draw all parameters anew: each memory's projections as torch draws a linear layer."""
         super().reset_parameters()
-        bound = self.hidden_size**-0.5
+        bound = self.hidden_size**-0.5  # as torch draws a linear layer
         nn.init.uniform_(self.bank, -bound, bound)
         init_step_bias_(self.dt_bias)
         init_decay_rate_(self.A_log, 0.0, 16.0)
@@ -129,10 +120,13 @@ class MixtureOfMemories(Mixer):
         return {**self.__dict__, "balance_loss": None}
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
-        router = self._router_of(call)
+        lengths = sorted(int(length) for length in self.routers)
+        router = next((each for each in lengths if each >= call.length), lengths[-1])
+        if call.past is not None:
+            router = int(call.past["router"][0])
         memory, weight = self._route(x, router, call)
-        inputs, past = self.q_proj(x), call.before("q_conv")
-        q = l2_norm(self.q_conv(inputs, past).unflatten(-1, (self.num_heads, -1)))
+        q, q_conv = self.q_conv.run(self.q_proj(x), call, "q_conv")
+        q = l2_norm(q.unflatten(-1, (self.num_heads, -1)))
         states = self._states(x, call)
         visits = Visits(memory, self.num_memories, call.real)
         found = q.new_zeros(*memory.shape, self.num_heads, self.value_dim)
@@ -142,23 +136,15 @@ class MixtureOfMemories(Mixer):
             answers = [self._recur(q, visitors, visits, each, states) for each in sequences]
             found = visits.collect(sequences, answers).view(found.shape)  # (B, T, k, H, V)
         y = (found * weight.to(found.dtype)[..., None, None]).sum(2)
-        y = self.norm(y, self.g_proj(x).view_as(y))
-        out = self.o_proj(y.flatten(-2))
+        out = self.o_proj(self.norm(y, self.g_proj(x).view_as(y)).flatten(-2))
         if states is None or not call.use_cache:
             return out, None
-        q_conv = self.q_conv.next_state(inputs, past, call.lengths)
-        number = torch.full((len(x),), int(router), device=x.device)
+        number = torch.full((len(x),), router, device=x.device)
         return out, call.cache(q_conv=q_conv, kv_conv=states[0], state=states[1], router=number)
 
-    def _router_of(self, call: CallInfo) -> str:
-        if call.past is not None:
-            return str(int(call.past["router"][0]))
-        lengths = sorted(int(length) for length in self.routers)
-        return str(next((each for each in lengths if each >= call.length), lengths[-1]))
-
-    def _route(self, x: Tensor, router: str, call: CallInfo) -> tuple[Tensor, Tensor]:
+    def _route(self, x: Tensor, router: int, call: CallInfo) -> tuple[Tensor, Tensor]:
         """Choose memories (B, T, k), and weigh them, (B, T, k)."""
-        scores = self.routers[router](x)
+        scores = self.routers[str(router)](x)
         probability = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
         chosen, memory = probability.topk(self.num_chosen, dim=-1)
         if call.past is None:
@@ -189,7 +175,7 @@ class MixtureOfMemories(Mixer):
         """Let memories take in the sequences of tokens that visit them: (n, L, H, V)."""
         where = some.row, some.memory
         before = (None, None) if states is None else (states[0][where], states[1][where])
-        gone = ~some.real().unsqueeze(-1)
+        gone = some.padding.unsqueeze(-1)
         # Behind a sequence stand visitors of another, whose numbers need not be finite.
         own = visitors[some.place].masked_fill(gone, 0)
         inputs, raw_beta, raw_step = own.split([sum(self.widths[:2]), *self.widths[2:]], -1)
@@ -199,20 +185,85 @@ class MixtureOfMemories(Mixer):
         _, log_decay = step_and_log_decay(raw_step, *parameters)
         beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
         q = q.flatten(0, 1)[visits.token[some.place]]
-        tokens, state = (q, l2_norm(k), v, beta, log_decay), before[1]
-        if q.shape[1] == 1 and state is not None:
-            out, state = delta_rule_step(*(each[:, 0] for each in tokens), state=state)
-            out = out.unsqueeze(1)
-        else:
-            out, state = delta_rule(
-                *tokens, initial_state=state, output_final_state=states is not None,
-                chunk_size=self.chunk_size,
-            )  # fmt: skip
+        tokens = DeltaTokens(q, l2_norm(k), v, beta, log_decay)
+        out, state = run_delta_rule(tokens, before[1], states is not None, self.chunk_size)
         if states is not None:
             assert state is not None
             conv = self.kv_conv.next_state(inputs.detach(), before[0], some.lengths)
             states[0][where], states[1][where] = conv.to(states[0].dtype), state.detach()
         return out
+
+
+class Sequences(NamedTuple):
+    """Sequences of about the same length, side by side."""
+
+    memory: Tensor  # (n,)
+    row: Tensor  # (n,), of the batch
+    lengths: Tensor  # (n,)
+    place: Tensor  # (n, L), of each token among the sorted visits
+    padding: Tensor  # (n, L), True behind the last token of a sequence
+
+
+class Visits:
+    """Tokens (B, T) that visit k memories each, ``memory`` (B, T, k), in the order of their time.
+
+    >>> visits = Visits(torch.tensor([[[0, 1], [1, 2], [1, 0]]]), num_memories=3)
+    >>> visits.token, [some.lengths.tolist() for some in visits.sequences()]
+    (tensor([0, 2, 0, 1, 2, 1]), [[3, 2, 1]])
+
+    Visits are sorted by memory, then batch row, then time: those of a memory stand together for its
+    projections, and those of a memory and row are a sequence. Padding, which stands behind the real
+    tokens of a row, visits nothing. All work is O(T k), however unevenly memories are visited.
+    """
+
+    def __init__(self, memory: Tensor, num_memories: int, real: Tensor | None = None) -> None:
+        self.batch, _, self.num_reads = memory.shape
+        self.num_memories, self.device = num_memories, memory.device
+        num_sequences = num_memories * self.batch
+        row = torch.arange(self.batch, device=self.device)
+        entry = memory * self.batch + row[:, None, None]
+        if real is not None:
+            entry = entry.masked_fill(~real.unsqueeze(-1), num_sequences)
+        entry = entry.flatten()
+        self.counts = torch.bincount(entry, minlength=num_sequences + 1)[:num_sequences]
+        num_visits = len(entry) if real is None else int(self.counts.sum())
+        self.order = entry.argsort(stable=True)[:num_visits]
+        self.token = self.order // self.num_reads
+        self.num_tokens = memory.shape[0] * memory.shape[1]
+
+    def project(self, x: Tensor, bank: Tensor) -> Tensor:
+        """Multiply every visitor (B, T, f) by its memory's matrix (M, f, g): sorted, (V, g)."""
+        per_memory = self.counts.view(self.num_memories, -1).sum(1).tolist()
+        visitors = x.flatten(0, 1)[self.token].split(per_memory)
+        pairs = zip(visitors, bank.to(x.dtype).unbind(), strict=True)
+        return torch.cat([some @ matrix for some, matrix in pairs if len(some)])
+
+    def sequences(self) -> Iterator[Sequences]:
+        """Give the sequences that are not empty, side by side where padding costs little.
+
+        Of those that stand together the shortest has three quarters of the longest one's length.
+        """
+        offset = self.counts.cumsum(0) - self.counts
+        lengths, sequence = self.counts.sort(descending=True)
+        sizes = lengths[lengths > 0].tolist()
+        first = 0
+        while first < len(sizes):
+            width, last = sizes[first], first + 1
+            while last < len(sizes) and sizes[last] >= min(0.75 * width, width - SPARE_VISITS):
+                last += 1
+            some, token = sequence[first:last], torch.arange(width, device=self.device)
+            place = (offset[some].unsqueeze(1) + token).clamp(max=len(self.token) - 1)
+            memory, row, count = some // self.batch, some % self.batch, self.counts[some]
+            yield Sequences(memory, row, count, place, token >= count.unsqueeze(1))
+            first = last
+
+    def collect(self, sequences: list[Sequences], answers: list[Tensor]) -> Tensor:
+        """Give what sequences (n, L, ...) say back to their tokens, (B T, k, ...), 0 at padding."""
+        spare = self.num_tokens * self.num_reads  # the place of padding
+        target = [self.order[x.place].masked_fill(x.padding, spare).flatten() for x in sequences]
+        said = torch.cat([answer.flatten(0, 1) for answer in answers])
+        found = said.new_zeros(spare + 1, *said.shape[1:]).index_copy(0, torch.cat(target), said)
+        return found[:-1].unflatten(0, (-1, self.num_reads))
 
 
 def _balance_loss(probability: Tensor, memory: Tensor, real: Tensor | None) -> Tensor:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from smat.masks import SMatMask
-from smat.ops.normalize import rms_norm
+
+TILE_ELEMENTS = 1 << 16  # that are normalised together
 
 
 def l2_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
@@ -42,31 +45,79 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise (..., width); sums run in fp32 or wider."""
         return rms_norm(x, self.weight, self.eps, self.num_groups)
 
 
 class NormThenGate(RMSNorm):
-    """RMSNorm(x) w SiLU(gate): the order of Gated DeltaNet.
-
-    >>> NormThenGate(4)(torch.ones(4), torch.zeros(4)).tolist()
-    [0.0, 0.0, 0.0, 0.0]
-    """
+    """RMSNorm(x) w SiLU(gate): the order of Gated DeltaNet."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x) * F.silu(gate)
 
 
 class GateThenNorm(RMSNorm):
-    """RMSNorm(x SiLU(gate)) w: the order of Mamba-2.
-
-    >>> norm = GateThenNorm(4, eps=0.0)
-    >>> norm(torch.ones(4), torch.full((4,), 9.0)).tolist()  # a common factor divides out again
-    [1.0, 1.0, 1.0, 1.0]
-    """
+    """RMSNorm(x SiLU(gate)) w: the order of Mamba-2."""
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x * F.silu(gate))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tensor:
+    """Divide (..., width) by the root of its mean square, group by group, and scale by weight.
+
+    >>> rms_norm(torch.tensor([3.0, -3.0]), torch.tensor([1.0, 2.0]), eps=0.0)
+    tensor([ 1., -2.])
+
+    With autograd it is eight passes each way; here a tile stays in the cache for all of them.
+    """
+    return _RMSNorm.apply(x, weight, eps, num_groups)[0]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, eps: float, num_groups: int) -> tuple[Tensor, Tensor]:
+        rows = x.reshape(-1, num_groups, x.shape[-1] // num_groups)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        scale = x.new_empty(len(rows), num_groups, 1, dtype=wide)
+        out = torch.empty_like(rows)
+        gain = weight.to(wide).view(num_groups, -1)
+        for tile in _norm_tiles(rows):
+            some = rows[tile].to(wide)
+            scale[tile] = ((some * some).mean(-1, keepdim=True) + eps).rsqrt_()
+            out[tile] = (some * scale[tile]).mul_(gain)
+        return out.view(x.shape), scale
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:2], output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        num_groups, wide = scale.shape[1], scale.dtype
+        shape = (-1, num_groups, x.shape[-1] // num_groups)
+        rows, grads = x.reshape(shape), grad.reshape(shape)
+        gain = weight.to(wide).view(num_groups, -1)
+        grad_rows, grad_gain = torch.empty_like(rows), torch.zeros_like(gain)
+        for tile in _norm_tiles(rows):
+            unit = rows[tile].to(wide) * scale[tile]
+            pull = grads[tile].to(wide)
+            grad_gain += (pull * unit).sum(0)
+            pull = pull * gain
+            pull -= unit.mul_((pull * unit).mean(-1, keepdim=True))
+            grad_rows[tile] = pull.mul_(scale[tile])
+        return grad_rows.view(x.shape), grad_gain.view(-1).to(weight.dtype), None, None
+
+
+def _norm_tiles(rows: Tensor) -> Iterator[slice]:
+    if torch.compiler.is_compiling() or rows.device.type != "cpu":
+        yield slice(None)
+        return
+    size = max(1, TILE_ELEMENTS // max(1, rows[:1].numel()))
+    for start in range(0, len(rows), size):
+        yield slice(start, start + size)
 
 
 def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
@@ -90,30 +141,17 @@ def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
 
 
 @torch.no_grad()
-def init_step_bias_(
-    bias: Tensor, low: float = 1e-3, high: float = 1e-1, floor: float = 1e-4
-) -> Tensor:
-    """Draw steps log-uniformly from [low, high] and store what softplus turns into them.
-
-    >>> steps = F.softplus(init_step_bias_(torch.empty(1000)))
-    >>> bool((steps > 0.99e-3).all() and (steps < 1.01e-1).all())
-    True
-    """
-    draw = torch.empty_like(bias).uniform_(math.log(low), math.log(high))
-    step = draw.exp_().clamp_(min=floor)
+def init_step_bias_(bias: Tensor) -> Tensor:
+    """Draw steps log-uniformly from [0.001, 0.1] and store what softplus turns into them."""
+    draw = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1))
+    step = draw.exp_().clamp_(min=1e-4)
     return keep_from_decay_(bias.copy_(step + torch.log(-torch.expm1(-step))))
 
 
 @torch.no_grad()
 def init_decay_rate_(log_rate: Tensor, low: float = 1.0, high: float = 16.0) -> Tensor:
-    """Draw rates A uniformly from [low, high] and store ln A.
-
-    >>> rates = init_decay_rate_(torch.empty(1000)).exp()
-    >>> bool((rates > 0.99).all() and (rates < 16.01).all())
-    True
-    """
-    log_rate.uniform_(low, high).clamp_(min=1e-4).log_()
-    return keep_from_decay_(log_rate)
+    """Draw rates A uniformly from [low, high] and store ln A."""
+    return keep_from_decay_(log_rate.uniform_(low, high).clamp_(min=1e-4).log_())
 
 
 def keep_from_decay_(parameter: Tensor) -> Tensor:
@@ -134,33 +172,30 @@ def step_and_log_decay(raw: Tensor, step_bias: Tensor, log_rate: Tensor) -> tupl
     return step, -log_rate.to(kind).exp() * step
 
 
-def head_width(hidden_size: int, num_heads: int, head_dim: int | None) -> int:
-    """Return the width of a head: the one that is given, or an equal share of the layer's.
+def head_sizes(
+    hidden_size: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Return the number of key heads and the width of a head, from what is given of them.
 
-    >>> head_width(64, 4, None), head_width(64, 3, 16)
-    (16, 16)
+    >>> head_sizes(64, 4, None, None), head_sizes(64, 3, 1, 16)
+    ((4, 16), (1, 16))
     """
     if num_heads < 1 or (head_dim is None and hidden_size % num_heads):
         raise ValueError(f"a width of {hidden_size} makes no {num_heads} heads; give head_dim")
-    return hidden_size // num_heads if head_dim is None else head_dim
+    key_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % key_heads:
+        raise ValueError(f"{num_heads} query heads are no multiple of {key_heads} key heads")
+    return key_heads, hidden_size // num_heads if head_dim is None else head_dim
 
 
 def expanded(head_dim: int, expand_v: float) -> int:
-    """Return the width of a value, `expand_v` times that of a key.
-
-    >>> expanded(8, 1.5)
-    12
-    """
+    """Return the width of a value, `expand_v` times that of a key."""
     value_dim = round(head_dim * expand_v)
     if value_dim < 1 or value_dim != head_dim * expand_v:
         raise ValueError(f"expand_v = {expand_v} makes no whole width of head_dim {head_dim}")
     return value_dim
 
 
-def describe_mask(mask: SMatMask, horizon: int | None = None) -> str:
-    """Say in a `repr` what a layer's mask is.
-
-    >>> describe_mask(SMatMask(1024, vc_dim=3), horizon=1024)
-    'vc_dim=3, horizon=1024, boundary=rebuilt()'
-    """
+def describe_mask(mask: SMatMask, horizon: int | None) -> str:
+    """Say in a `repr` what a layer's mask is."""
     return f"vc_dim={mask.vc_dim}, horizon={horizon}, boundary={mask.boundary.describe()}"

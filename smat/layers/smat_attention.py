@@ -15,7 +15,7 @@ from smat.layers.primitives import (
     NormThenGate,
     RMSNorm,
     describe_mask,
-    head_width,
+    head_sizes,
     init_decay_rate_,
     init_step_bias_,
     step_and_log_decay,
@@ -57,7 +57,7 @@ class SMatAttention(Mixer):
         key_gate: h = sigmoid(W x), which scales what a token writes.
         output_gate, output_norm: RMSNorm(y) SiLU(W x) per head, either or both.
         routing: Who writes where and reads what: positions unless given, `HashedRouting`,
-            `ContentRouting`, or any module with their two methods.
+            `ContentRouting`, or another `Router`.
     """
 
     packs_natively = True
@@ -89,10 +89,7 @@ class SMatAttention(Mixer):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        head_dim = head_width(hidden_size, num_heads, head_dim)
-        key_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % key_heads:
-            raise ValueError(f"{num_heads} query heads are no multiple of {key_heads} key heads")
+        key_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, key_heads
         self.head_dim, self.normalize, self.feature_map = head_dim, normalize, feature_map
         key_dim = head_dim if feature_dim is None else feature_dim
@@ -101,6 +98,7 @@ class SMatAttention(Mixer):
         self.horizon = horizon
         self.recipe = mask_recipe(horizon, vc_dim, chunk_size, field_size, boundary)
         self.routing: Router = PositionalRouting() if routing is None else routing
+        self.extra_inputs = self.routing.extra_inputs
         self.widths = [num_heads * key_dim, key_heads * key_dim, key_heads * head_dim]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
@@ -128,18 +126,15 @@ class SMatAttention(Mixer):
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log)
 
-    @property
-    def extra_inputs(self) -> tuple[str, ...]:
-        return self.routing.extra_inputs
-
     def extra_repr(self) -> str:
         return describe_mask(self.recipe, self.horizon)
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         if self.horizon is None and (call.use_cache or call.cu_seqlens is not None):
             return self._mix_apart(x, call)
-        inputs, past = self.qkv_proj(x), call.before("conv")
-        qkv = inputs if self.conv is None else self.conv(inputs, past, call.first_visible())
+        qkv, conv = self.qkv_proj(x), None
+        if self.conv is not None:
+            qkv, conv = self.conv.run(qkv, call)
         q, k, v = qkv.split(self.widths, -1)
         if call.queries is not None:
             q = q[:, call.queries]
@@ -147,10 +142,14 @@ class SMatAttention(Mixer):
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
-        assignment, routing = self.routing(x, mask, call)
+        routing, routing_state = self.routing(x, mask, call)
+        log_decay = None
+        if self.a_proj is not None:
+            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
+        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
         y, state = attend(
             q, k, v, self.routing.read_mask(mask), call, self.feature_map, self.normalize,
-            **self._gates(x), **assignment._asdict(),
+            log_decay=log_decay, key_gate=key_gate, **routing._asdict(),
         )  # fmt: skip
         x = x if call.queries is None else x[:, call.queries]
         if self.g_proj is not None:
@@ -158,25 +157,13 @@ class SMatAttention(Mixer):
             y = y * F.silu(gate) if self.norm is None else self.norm(y, gate)
         elif self.norm is not None:
             y = self.norm(y)
-        out, conv = self.o_proj(y.flatten(-2)), None
-        if self.conv is not None and call.use_cache:
-            conv = self.conv.next_state(inputs, past, call.lengths, call.cu_seqlens)
-        return out, call.cache(conv=conv, state=state, routing=routing)
-
-    def _gates(self, x: Tensor) -> dict[str, Tensor | None]:
-        log_decay = None
-        if self.a_proj is not None:
-            _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
-        key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
-        return {"log_decay": log_decay, "key_gate": key_gate}
+        return self.o_proj(y.flatten(-2)), call.cache(conv=conv, state=state, routing=routing_state)
 
     def _mix_apart(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""
         if call.use_cache:
-            raise ValueError(
-                "without a horizon the mask follows the length of each input, and nothing can be "
-                f"decoded after it; make the layer with a horizon, such as horizon={call.length}"
-            )
+            fix = f"make the layer with a horizon, such as horizon={call.length}"
+            raise ValueError(f"the mask of one input's length is nothing to decode after: {fix}")
         assert call.cu_seqlens is not None
         outputs = []
         for start, stop in itertools.pairwise(call.cu_seqlens.tolist()):
@@ -201,9 +188,8 @@ def mask_recipe(
     """
     if horizon is None:
         if boundary is not None and boundary.horizon_free and field_size is None and vc_dim > 1:
-            raise ValueError(
-                f"a boundary {boundary.describe()} has no geometry without a horizon or field_size"
-            )
+            named = f"a boundary {boundary.describe()}"
+            raise ValueError(f"{named} has no geometry without a horizon or field_size")
         length = 1 if boundary is None else max(1, getattr(boundary, "num_distant", 1))
         return SMatMask(length, vc_dim, chunk_size, field_size, boundary)
     mask = SMatMask(horizon, vc_dim, chunk_size, field_size, boundary)

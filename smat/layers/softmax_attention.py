@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.mixer import Mixer
-from smat.layers.primitives import RMSNorm, head_width, rotate
+from smat.layers.primitives import RMSNorm, head_sizes, rotate
 
 POSITIONS = ("rotary", "learned", "none")
 
@@ -49,14 +49,11 @@ class SoftmaxAttention(Mixer):
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
         if (positions == "learned") != (max_length is not None):
             raise ValueError(f"positions {positions!r} do not go with max_length = {max_length}")
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        head_dim = head_width(hidden_size, num_heads, head_dim)
-        if num_heads % num_kv_heads:
-            raise ValueError(f"{num_heads} query heads are no multiple of {num_kv_heads} key heads")
-        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, num_kv_heads
+        key_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
+        self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, key_heads
         self.head_dim, self.positions, self.rotary_base = head_dim, positions, rotary_base
         self.max_length = max_length
-        self.widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        self.widths = [heads * head_dim for heads in (num_heads, key_heads, key_heads)]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=bias, **made)
         self.q_norm = RMSNorm(head_dim, **made) if qk_norm else nn.Identity()
@@ -78,29 +75,19 @@ class SoftmaxAttention(Mixer):
             raise ValueError(
                 f"{int(call.num_tokens.max())} tokens, but positions for {self.max_length}"
             )
-        q, k, v = self._project(x, position)
-        if call.past is None:
-            out = self._attend(q, k, v, None)  # padding stands behind every real query
-        else:
-            k, v = (_append(call, name, new) for name, new in (("keys", k), ("values", v)))
-            key = torch.arange(k.shape[1], device=k.device)
-            out = self._attend(q, k, v, key <= position.unsqueeze(-1))
-        out = self.o_proj(out)
-        return out, call.cache(keys=k, values=v)
-
-    def _project(self, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         if self.max_length is not None:
             # Behind the real tokens of a padded row there may be positions past the table.
-            row = position.clamp(max=self.max_length - 1)
-            x = x + self.position_table[row].to(x.dtype)
-        q, k, v = (
-            each.unflatten(-1, (-1, self.head_dim))
-            for each in self.qkv_proj(x).split(self.widths, -1)
-        )
+            x = x + self.position_table[position.clamp(max=self.max_length - 1)].to(x.dtype)
+        projected = self.qkv_proj(x).split(self.widths, -1)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.positions == "rotary":
             q, k = (rotate(each, position, self.rotary_base) for each in (q, k))
-        return q, k, v
+        seen = None  # causal: padding stands behind every real query
+        if call.past is not None:
+            k, v = (_append(call, name, new) for name, new in (("keys", k), ("values", v)))
+            seen = torch.arange(k.shape[1], device=k.device) <= position.unsqueeze(-1)
+        return self.o_proj(self._attend(q, k, v, seen)), call.cache(keys=k, values=v)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """Attend (B, T, H, K) to (B, S, Hkv, K), where `seen` (B, T, S) says so; None is causal."""

@@ -1,16 +1,20 @@
-"""The mixers that experiments inject: a name, and a function whose arguments are its options."""
+"""The mixers that experiments inject: a name, and a function whose arguments are its options.
+
+>>> from smat.tasks import MQAR
+>>> MIXERS["deltanet"](32, MQAR(), num_heads=2).num_heads
+2
+
+Options are those that a function names, and the arguments of its layer; others raise.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol
 
-from torch import nn
-
 from smat import layers
 from smat.geometry import Geometry
-from smat.layers import kept_mask
 from smat.masks import doubling, kept, none, window
 
 Option = bool | int | float | str
@@ -36,27 +40,11 @@ class SequenceTask(Protocol):
     def keys_per_query(self) -> int: ...
 
 
-def make_mixer(
-    name: str, width: int, task: SequenceTask, options: Mapping[str, Option]
-) -> nn.Module:
-    """Make one mixer layer of a model.
-
-    >>> from smat.tasks import MQAR
-    >>> make_mixer("deltanet", 32, MQAR(), {"num_heads": 2}).num_heads
-    2
-
-    Options are those that the mixer's function names, and the arguments of its layer; others raise.
-    """
-    if name not in MIXERS:
-        raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {name!r}")
-    return MIXERS[name](width, task, **options)
-
-
-def _plain(kind: type[nn.Module], width: int, task: SequenceTask, **layer: Any) -> nn.Module:
+def _plain(kind: type[layers.Mixer], width: int, task: SequenceTask, **layer: Any) -> layers.Mixer:
     return kind(width, **layer)
 
 
-def _linear(width: int, task: SequenceTask, **layer: Any) -> nn.Module:
+def _linear(width: int, task: SequenceTask, **layer: Any) -> layers.Mixer:
     return layers.SMatAttention(width, vc_dim=1, horizon=task.max_length, **layer)
 
 
@@ -69,19 +57,16 @@ def _hashed(
     learned_direction: bool = False,
     point_read: bool = False,
     **layer: Any,
-) -> nn.Module:
+) -> layers.Mixer:
     """Route by a hash of token ids: a payload is filed under the token before it."""
-    routing: layers.HashedRouting
+    routing = layers.HashedRouting(
+        task.vocab_size, num_heads, write_lag=1, num_keys=task.keys_per_query, point_read=point_read
+    )
     if learned_direction:
         geometry = Geometry.for_distant(task.max_length // 2, vc_dim)
         routing = layers.DirectedRouting(
             width, geometry, vocab_size=task.vocab_size, num_heads=num_heads, write_lag=1
         )
-    else:
-        routing = layers.HashedRouting(
-            task.vocab_size, num_heads, write_lag=1, num_keys=task.keys_per_query,
-            point_read=point_read,
-        )  # fmt: skip
     return layers.SMatAttention(
         width, vc_dim=vc_dim, num_heads=num_heads, horizon=task.max_length, routing=routing, **layer
     )
@@ -95,7 +80,7 @@ def _scheduled(
     vc_dim: int = 2,
     num_heads: int = 4,
     **layer: Any,
-) -> nn.Module:
+) -> layers.Mixer:
     """Route by the hash of token ids under a boundary schedule, in the geometry of training."""
     length = task.train_length
     schedules = {
@@ -122,41 +107,33 @@ def _mamba2_memory(
     head_dim: int = 64,
     expand: int = 2,
     **layer: Any,
-) -> nn.Module:
-    memory = _memory(layers.ProfileMemory, width, expand * width // head_dim, vc_dim, task)
+) -> layers.Mixer:
+    """Add a memory with learned routing, and a geometry for each length."""
+    memory = layers.ProfileMemory.for_lengths(
+        width, expand * width // head_dim, vc_dim=vc_dim, lengths=task.lengths
+    )
     return layers.Mamba2(width, head_dim=head_dim, expand=expand, memory=memory, **layer)
 
 
 def _gated_deltanet_memory(
     width: int, task: SequenceTask, *, vc_dim: int, num_heads: int = 4, **layer: Any
-) -> nn.Module:
-    memory = _memory(layers.TransportedMemory, width, num_heads, vc_dim, task)
+) -> layers.Mixer:
+    memory = layers.TransportedMemory.for_lengths(
+        width, num_heads, vc_dim=vc_dim, lengths=task.lengths
+    )
     return layers.GatedDeltaNet(width, num_heads=num_heads, memory=memory, **layer)
-
-
-def _memory(
-    kind: type[layers.ProfileMemory] | type[layers.TransportedMemory],
-    width: int,
-    num_heads: int,
-    vc_dim: int,
-    task: SequenceTask,
-) -> layers.Memory:
-    """Make a memory with learned routing, and a geometry for each length."""
-    return kind.for_lengths(width, num_heads, vc_dim=vc_dim, lengths=task.lengths)
 
 
 def _mixture(
     width: int, task: SequenceTask, *, vc_dim: int, count_types: bool, **layer: Any
-) -> nn.Module:
+) -> layers.Mixer:
     """Return a mixture with as many memories as SMat has profiles, or profiles and types."""
-    counts = {}
-    for length in task.lengths:
-        geometry = kept_mask(length, vc_dim).geometry
-        counts[length] = geometry.num_profiles + count_types * geometry.num_types
+    geometries = {each: layers.kept_mask(each, vc_dim).geometry for each in task.lengths}
+    counts = {n: x.num_profiles + count_types * x.num_types for n, x in geometries.items()}
     return layers.MixtureOfMemories(width, counts, **layer)
 
 
-MIXERS: dict[str, Callable[..., nn.Module]] = {
+MIXERS: dict[str, Callable[..., layers.Mixer]] = {
     "softmax": partial(_plain, layers.SoftmaxAttention),
     "mamba2": partial(_plain, layers.Mamba2),
     "deltanet": partial(_plain, layers.DeltaNet),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -60,9 +61,8 @@ class Read(NamedTuple):
     mask: SMatMask
 
     def all_queries(self) -> Tensor:
-        """Lay the queries out among positions that nobody asks at; one row is one query."""
-        q = self.q.new_zeros(1, self.k.shape[1], *self.q.shape[2:])
-        return q.index_copy(1, self.rows, self.q)
+        """Lay the queries out among positions that nobody asks at."""
+        return torch.zeros_like(self.k).index_copy(1, self.rows, self.q)
 
 
 class RecurrenceGates(nn.Module):
@@ -102,14 +102,11 @@ def _mamba2(read: Read, gates: RecurrenceGates) -> Tensor:
     )  # fmt: skip
 
 
-def _deltanet(read: Read, gates: RecurrenceGates, log_decay: Tensor | None = None) -> Tensor:
+def _deltanet(read: Read, gates: RecurrenceGates, decays: bool = False) -> Tensor:
+    log_decay = gates.decay(read.hidden)[1] if decays else None
     beta = gates.beta_proj(read.hidden).sigmoid()
     q, k = l2_norm(read.all_queries()), l2_norm(read.k)
     return delta_rule(q, k, read.v, beta, log_decay)[0][:, read.rows]
-
-
-def _gated_deltanet(read: Read, gates: RecurrenceGates) -> Tensor:
-    return _deltanet(read, gates, gates.decay(read.hidden)[1])
 
 
 def _log_linear(read: Read, gates: RecurrenceGates) -> Tensor:
@@ -122,7 +119,7 @@ ATTENTION: dict[str, Callable[[Read], Tensor]] = {"smat": _smat, "softmax": _sof
 RECURRENCES: dict[str, Callable[[Read, RecurrenceGates], Tensor]] = {
     "mamba2": _mamba2,
     "deltanet": _deltanet,
-    "gated_deltanet": _gated_deltanet,
+    "gated_deltanet": partial(_deltanet, decays=True),
     "log_linear": _log_linear,
 }
 
@@ -138,20 +135,14 @@ class SubsetRoutingModel(nn.Module):
     torch.Size([8, 1, 3])
 
     Queries, keys and gates are projections of a learned position table; the value at landmark l is
-    W x_l e_l and 0 at every other position, as the task has it. So what a row makes of landmark l
-    is the same in all examples: a coefficient, computed once for all rows that are ever asked, by
-    the mixer itself on values e_l. An example then costs k products, whatever T is.
+    W x_l e_l and 0 elsewhere. So what a row makes of landmark l is the same in all examples: a
+    coefficient, computed once for all rows that are ever asked, by the mixer itself on values e_l.
+    An example then costs k products, whatever T is.
 
     `mixer`: smat (normalised linear attention, 32 positive random features), softmax, mamba2,
     deltanet, gated_deltanet or log_linear (the recurrences alone, one head, without convolution).
-    Normalised reads have no factor for the number of positions that a row sees: attention that
-    learns to look at landmarks alone needs none. A task with `content` adds the request itself to
-    the query.
+    A task with `content` adds the request itself to the query.
     """
-
-    landmarks: Tensor
-    rows: Tensor
-    query_of_request: Tensor
 
     def __init__(self, config: RoutingModelConfig, task: RoutingTask) -> None:
         super().__init__()
@@ -163,9 +154,9 @@ class SubsetRoutingModel(nn.Module):
         rows, query = task.rows, torch.arange(len(task.rows))
         if not task.content:  # requests on one row are one query
             rows, query = rows.unique(return_inverse=True)
-        self.register_buffer("landmarks", task.landmarks, persistent=False)
-        self.register_buffer("rows", rows, persistent=False)
-        self.register_buffer("query_of_request", query, persistent=False)
+        self.landmarks = nn.Buffer(task.landmarks, persistent=False)
+        self.rows = nn.Buffer(rows, persistent=False)
+        self.query_of_request = nn.Buffer(query, persistent=False)
         self.position = nn.Parameter(torch.empty(length, width))
         self.request_in = nn.Linear(count, width, bias=False) if task.content else None
         self.q_proj = nn.Linear(width, config.head_dim, bias=False)
@@ -180,8 +171,7 @@ class SubsetRoutingModel(nn.Module):
         x, landmark = self.position, torch.arange(len(self.landmarks), device=self.rows.device)
         asked = x[self.rows]
         if self.request_in is not None:
-            request = torch.arange(len(self.rows), device=x.device)[:, None]
-            bits = (request >> landmark) & 1
+            bits = (torch.arange(len(self.rows), device=x.device)[:, None] >> landmark) & 1
             asked = asked + self.request_in(bits.to(x.dtype) * 2 - 1)
         v = x.new_zeros(len(x), len(landmark))
         v[self.landmarks, landmark] = 1

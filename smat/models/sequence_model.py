@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from smat.layers import SMatAttention, sum_balance_losses
+from smat.layers import sum_balance_losses
 from smat.layers.primitives import RMSNorm
-from smat.models.mixers import Option, SequenceTask, make_mixer
+from smat.models.mixers import MIXERS, Option, SequenceTask
 
 NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
 
@@ -40,7 +40,7 @@ class Block(nn.Module):
         super().__init__()
         width, inner = config.width, round(config.mlp_ratio * config.width)
         self.norm = NORMS[config.norm](width)
-        self.mixer = make_mixer(config.mixer, width, task, config.options)
+        self.mixer = MIXERS[config.mixer](width, task, **config.options)
         self.mlp_norm = self.mlp = None
         if inner:
             self.mlp_norm = NORMS[config.norm](width)
@@ -55,13 +55,12 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _mix(self, x: Tensor, rows: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Where all examples ask at the same rows, SMat-Attention reads nothing else."""
-        ids = inputs.get("token_ids")
-        if rows is None:
-            return self.mixer(x, token_ids=ids)[0]
-        if isinstance(self.mixer, SMatAttention) and bool((rows == rows[0]).all()):
-            return self.mixer(x, token_ids=ids, positions=rows[0])[0]
-        return take_rows(self.mixer(x, token_ids=ids)[0], rows)
+        """Mix all tokens; where all examples ask at the same rows, a mixer may make these alone."""
+        extras = {name: each for name, each in inputs.items() if name in self.mixer.extra_inputs}
+        if rows is not None and bool((rows == rows[0]).all()):
+            return self.mixer(x, positions=rows[0], **extras)[0]
+        mixed = self.mixer(x, **extras)[0]
+        return mixed if rows is None else take_rows(mixed, rows)
 
 
 class SequenceModel(nn.Module):
@@ -81,11 +80,13 @@ class SequenceModel(nn.Module):
 
     def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
         super().__init__()
-        width, payload = config.width, task.payload_dim
+        width, payload, vocab_size = config.width, task.payload_dim, task.vocab_size
         if config.norm not in NORMS:
             raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {config.norm!r}")
+        if config.mixer not in MIXERS:
+            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {config.mixer!r}")
         positions = torch.empty(task.max_length, width) if config.learned_positions else None
-        self.tokens = nn.Embedding(task.vocab_size, width) if task.vocab_size else None
+        self.tokens = nn.Embedding(vocab_size, width) if vocab_size else None
         self.payload_in = nn.Linear(payload, width, bias=False) if payload else None
         self.positions = None if positions is None else nn.Parameter(positions)
         self.blocks = nn.ModuleList(Block(config, task) for _ in range(config.num_layers))
@@ -101,14 +102,6 @@ class SequenceModel(nn.Module):
 
     def forward(self, rows: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Return the outputs at rows (B, R), or at all positions: (B, R, num_outputs)."""
-        x = self.embed(inputs)
-        last = len(self.blocks) - 1
-        for number, block in enumerate(self.blocks):
-            x = block(x, rows if number == last else None, inputs)
-        return self.head(self.norm(x))
-
-    def embed(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Add up what the inputs of a batch say about each position."""
         known = []
         if self.tokens is not None:
             known.append(self.tokens(inputs["token_ids"]))
@@ -116,7 +109,11 @@ class SequenceModel(nn.Module):
             known.append(self.payload_in(inputs["payload"]))
         if self.positions is not None:
             known.append(self.positions[: known[0].shape[1]])
-        return sum(known[1:], start=known[0])
+        x = sum(known[1:], start=known[0])
+        *first, last = self.blocks
+        for block in first:
+            x = block(x, None, inputs)
+        return self.head(self.norm(last(x, rows, inputs)))
 
     def balance_loss(self) -> Tensor | None:
         """Return the balance losses of the last call, or None if no layer has one."""

@@ -42,14 +42,14 @@ def call(memory, tokens, info=None, branch="long_range"):
     """
     info = CallInfo(*tokens["k"].shape[:2], CPU) if info is None else info
     mask = memory.mask_of(info)
-    assignment, routing = memory(tokens["hidden"], mask, info)
+    chosen, routing = memory(tokens["hidden"], mask, info)
     q, k, v, beta, log_decay = (tokens.get(x) for x in ("q", "k", "v", "beta", "log_decay"))
     read_mask = memory.read_mask(mask)
     if isinstance(memory, TransportedMemory):
         given = DeltaTokens(q, k, v, beta, log_decay)
-        out, state = read_transported(given, assignment, read_mask, info)
+        out, state = read_transported(given, chosen, read_mask, info)
         return out, info.cache(memory=state, routing=routing, mask=mask)
-    per_token = {"log_decay": log_decay, **assignment._asdict()}
+    per_token = {"log_decay": log_decay, **chosen._asdict()}
     if info.past is not None:
         out, state = attend_after(info.past["state"], q, k, v, info, **per_token)
     else:
@@ -134,14 +134,14 @@ def read(table, incidence, query, reads, t):
 
 def define(memory, tokens, mask):
     """Compute what a memory should give from its own routing decisions."""
-    address, reads = memory.learned(tokens["hidden"], mask.geometry)
+    reads, _ = memory.learned(tokens["hidden"], mask.geometry)
     gate = memory.read_gate(tokens["hidden"]).unsqueeze(-1)
     reads = reads._replace(read_weight=reads.read_weight * gate)
-    weight, mask = address.ste_weight, memory.read_mask(mask)
+    weight, mask = reads.write_weight, memory.read_mask(mask)
     if isinstance(memory, TransportedMemory):
-        return transported_reads(tokens, weight, address.profile, reads, mask)
+        return transported_reads(tokens, weight, reads.profile, reads, mask)
     weight = weight * memory.write_gate(tokens["hidden"])
-    return additive_reads(tokens, weight, address.profile, reads, mask)
+    return additive_reads(tokens, weight, reads.profile, reads, mask)
 
 
 def differentiate(out, memory, tokens):

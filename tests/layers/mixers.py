@@ -23,23 +23,23 @@ from smat.layers import (
 )
 
 HIDDEN, VOCAB, HORIZON = 12, 7, 22
-WINDOW = smat.window(step=4)
+WINDOW = smat.schedules.window(step=4)
 
 
 class PlainWrites(ProfileMemory):
     """A memory without the straight-through weight: its gradient is the derivative."""
 
     def forward(self, x, mask, call):
-        assignment, state = super().forward(x, mask, call)
-        return assignment._replace(write_weight=self.write_gate(x)), state
+        chosen, state = super().forward(x, mask, call)
+        return chosen._replace(write_weight=self.write_gate(x)), state
 
 
 class PlainTransportedWrites(TransportedMemory):
     """The same for the delta rule."""
 
     def forward(self, x, mask, call):
-        assignment, state = super().forward(x, mask, call)
-        return assignment._replace(write_weight=None), state
+        chosen, state = super().forward(x, mask, call)
+        return chosen._replace(write_weight=None), state
 
 
 def smat_layer(**options):
@@ -70,21 +70,23 @@ LAYERS = {
         HIDDEN, num_heads=2, num_kv_heads=1, positions="learned", max_length=HORIZON, qk_norm=True
     ),
     "mamba2": lambda: Mamba2(HIDDEN, **MAMBA),
-    "mamba2 memory": lambda: Mamba2(HIDDEN, **MAMBA, memory=distant(PlainWrites, 4, smat.kept(8))),
+    "mamba2 memory": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(PlainWrites, 4, smat.schedules.kept(8))
+    ),
     "mamba2 window": lambda: Mamba2(HIDDEN, **MAMBA, memory=distant(PlainWrites, 4, WINDOW)),
     "gated deltanet": lambda: GatedDeltaNet(HIDDEN, **DELTA),
     "gated deltanet memory": lambda: GatedDeltaNet(
-        HIDDEN, **DELTA, memory=distant(PlainTransportedWrites, 2, smat.kept(8))
+        HIDDEN, **DELTA, memory=distant(PlainTransportedWrites, 2, smat.schedules.kept(8))
     ),
     "deltanet": lambda: DeltaNet(HIDDEN, **DELTA, allow_neg_eigval=True),
     "routed mamba2": lambda: Mamba2(
-        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.kept(8))
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.schedules.kept(8))
     ),
     "routed mamba2 window": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW)
     ),
     "routed deltanet": lambda: GatedDeltaNet(
-        HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.kept(8))
+        HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.schedules.kept(8))
     ),
     "log-linear mamba2": lambda: LogLinearMamba2(HIDDEN, **MAMBA, num_levels=4),
     "log-linear deltanet": lambda: LogLinearGatedDeltaNet(HIDDEN, **DELTA, num_levels=7),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from smat.layers import MixtureOfMemories
-from smat.layers.visits import Visits
+from smat.layers.mixture_of_memories import Visits
 from tests.layers.mixers import HIDDEN, make, relative_rms, tokens
 
 

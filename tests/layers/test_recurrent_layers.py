@@ -163,7 +163,7 @@ def beside_silence(name, boundary):
 
 @pytest.mark.parametrize("name", ["mamba2", "gated deltanet"])
 def test_beside_a_memory_state_and_convolution_are_reset_at_the_boundary(name):
-    layer, plain = beside_silence(name, smat.kept(8))
+    layer, plain = beside_silence(name, smat.schedules.kept(8))
     x, _ = tokens(2, 20)
     expected = torch.cat([plain(x[:, :8])[0], plain(x[:, 8:])[0]], 1)
     assert relative_rms(layer(x)[0], expected) < 1e-12
@@ -198,9 +198,9 @@ def test_a_layer_with_a_memory_is_the_reset_backbone_plus_what_the_memory_reads(
 
 
 def test_a_call_may_name_the_mask_of_its_length():
-    layer, plain = beside_silence("mamba2", smat.kept(8))
+    layer, plain = beside_silence("mamba2", smat.schedules.kept(8))
     x, _ = tokens(2, 20)
-    mask = smat.SMatMask(20, 3, 4, field_size=3, boundary=smat.kept(12))
+    mask = smat.SMatMask(20, 3, 4, field_size=3, boundary=smat.schedules.kept(12))
     out, _, cache = layer(x[:, :10], use_cache=True, mask=mask)
     found = [out, layer(x[:, 10:], past_key_values=cache)[0]]
     expected = torch.cat([plain(x[:, :12])[0], plain(x[:, 12:])[0]], 1)
@@ -210,12 +210,14 @@ def test_a_call_may_name_the_mask_of_its_length():
 def test_masks_that_a_backbone_cannot_follow_are_refused():
     x, _ = tokens(1, 10)
     with pytest.raises(ValueError, match=r"kept\(8\).*boundary = rebuilt"):
-        Mamba2(12, head_dim=6, memory=distant(ProfileMemory, 4, smat.rebuilt()))(x.float())
-    memory = distant(TransportedMemory, 4, smat.window(4))
+        Mamba2(12, head_dim=6, memory=distant(ProfileMemory, 4, smat.schedules.rebuilt()))(
+            x.float()
+        )
+    memory = distant(TransportedMemory, 4, smat.schedules.window(4))
     with pytest.raises(ValueError, match=r"kept boundary, got .*window\(step=4\)"):
         GatedDeltaNet(12, head_dim=6, memory=memory)(x.float())
     with pytest.raises(ValueError, match="no memory"):
-        LogLinearMamba2(12, head_dim=6, memory=distant(ProfileMemory, 4, smat.kept(8)))
+        LogLinearMamba2(12, head_dim=6, memory=distant(ProfileMemory, 4, smat.schedules.kept(8)))
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -8,13 +8,13 @@ import torch
 
 from smat.geometry import Geometry
 from smat.layers.mixer import reset_children
-from smat.layers.routing.hash import (
+from smat.layers.routing.learned import (
     HashProjection,
+    LearnedRouting,
     balance_loss,
     balance_weight,
     distant_tokens,
 )
-from smat.layers.routing.learned import LearnedRouting
 from smat.layers.routing.routers import CallInfo, ContentRouting
 from smat.layers.routing.selectors import SELECTORS
 from smat.masks import SMatMask, window
@@ -36,7 +36,7 @@ def test_an_address_is_the_formula_of_the_appendix(geometry):
     projection = learned.projections[str(geometry.field_size)]
     torch.nn.init.normal_(projection.bias)
     hidden = draw(2, 9, HIDDEN)
-    address = learned(hidden).address
+    profile = learned(hidden)[0].profile
     for t in range(9):
         taps = [
             learned.conv.weight[:, 3 - lag] * hidden[:, t - lag] for lag in range(4) if t >= lag
@@ -51,7 +51,7 @@ def test_an_address_is_the_formula_of_the_appendix(geometry):
                 z = projection.gain[head, k] * (normed @ (w / w.norm())) + projection.bias[head, k]
                 cell = (geometry.field_size * (1 + torch.erf(z / math.sqrt(2))) / 2).floor()
                 number = number * geometry.field_size + cell.long()
-            assert torch.equal(address.profile[:, t, head], number)
+            assert torch.equal(profile[:, t, head], number)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -59,26 +59,24 @@ def test_an_address_is_the_formula_of_the_appendix(geometry):
 def test_extreme_inputs_stay_inside_the_field(dtype, field_size):
     projection = HashProjection(HIDDEN, HEADS, Geometry(3, field_size)).to(dtype)
     torch.nn.init.constant_(projection.gain, 50.0)
-    address = projection(draw(64, HIDDEN).to(dtype))
-    assert address.profile.min() >= 0
-    assert address.profile.max() < field_size**2
-    assert address.bin_position.max() < field_size
-    assert torch.equal(address.ste_weight, torch.ones_like(address.ste_weight))
+    profile, ste_weight, bin_position = projection(draw(64, HIDDEN).to(dtype))
+    assert profile.min() >= 0
+    assert profile.max() < field_size**2
+    assert bin_position.max() < field_size
+    assert torch.equal(ste_weight, torch.ones_like(ste_weight))
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES[1:], ids=str)
 def test_the_weight_is_exactly_one_and_its_slope_minus_one(geometry):
     projection = HashProjection(HIDDEN, HEADS, geometry).double()
     hidden = draw(40, HIDDEN).requires_grad_()
-    address = projection(hidden)
-    assert torch.equal(address.ste_weight, torch.ones_like(address.ste_weight))
-    (found,) = torch.autograd.grad(
-        address.ste_weight.sum(), address.bin_position, retain_graph=True
-    )
+    profile, ste_weight, bin_position = projection(hidden)
+    assert torch.equal(ste_weight, torch.ones_like(ste_weight))
+    (found,) = torch.autograd.grad(ste_weight.sum(), bin_position, retain_graph=True)
     assert torch.equal(found, -torch.ones_like(found))
-    address.ste_weight.sum().backward()
+    ste_weight.sum().backward()
     assert all(p.grad.abs().max() > 0 for p in projection.parameters())
-    assert not address.profile.dtype.is_floating_point
+    assert not profile.dtype.is_floating_point
 
 
 def test_positions_and_the_balance_loss_pass_gradcheck():
@@ -141,7 +139,7 @@ def test_the_balance_loss_spreads_addresses_that_fell_together():
     hidden = torch.randn(4, 100, HIDDEN)
     losses = []
     for _ in range(100):
-        loss = balance_loss(projection(hidden).bin_position, 5)
+        loss = balance_loss(projection(hidden)[2], 5)
         grads = torch.autograd.grad(loss, list(projection.parameters()))
         assert all(grad.isfinite().all() for grad in grads)
         with torch.no_grad():
@@ -160,19 +158,19 @@ def test_the_weight_of_the_balance_loss_is_annealed():
 
 def test_distant_tokens_are_counted_without_padding_and_within_packed_sequences():
     mask = SMatMask(32, 3, chunk_size=4, field_size=3)
-    assert distant_tokens(mask, 2, 32).sum(1).tolist() == [16, 16]
-    assert distant_tokens(mask, 2, 16).sum().item() == 0  # no query is behind the boundary
-    real = torch.ones(3, 32)
-    real[0, :5] = 0
-    real[1, 20:] = 0
-    real[2, 10:] = 0
-    marks = distant_tokens(mask, 3, 32, real)
+    cpu = torch.device("cpu")
+    assert distant_tokens(mask, CallInfo(2, 32, cpu)).sum(1).tolist() == [16, 16]
+    # no query is behind the boundary
+    assert distant_tokens(mask, CallInfo(2, 16, cpu)).sum().item() == 0
+    real = torch.arange(32) < torch.tensor([[27], [20], [10]])  # padding stands behind
+    marks = distant_tokens(mask, CallInfo(3, 32, cpu, real))
     assert marks.sum(1).tolist() == [16, 16, 0]
-    assert marks[0, 5:21].all()
-    packed = distant_tokens(mask, 1, 48, cu_seqlens=torch.tensor([0, 16, 48]))
+    assert marks[0, :16].all()
+    edges = torch.tensor([0, 16, 48])
+    packed = distant_tokens(mask, CallInfo(1, 48, cpu, cu_seqlens=edges))
     assert packed[0].nonzero().flatten().tolist() == [*range(8), *range(16, 32)]
     moving = SMatMask(32, 3, chunk_size=4, field_size=3, boundary=window(4))
-    assert distant_tokens(moving, 1, 14).sum().item() == 8
+    assert distant_tokens(moving, CallInfo(1, 14, cpu)).sum().item() == 8
 
 
 def test_padding_is_left_out_of_addresses_and_loss():
@@ -195,34 +193,33 @@ def test_packed_sequences_are_hashed_apart():
     hidden = draw(1, 12, HIDDEN)
     edges = [0, 2, 2, 7, 12]
     first = CallInfo(1, 12, hidden.device, cu_seqlens=torch.tensor(edges)).first_visible()
-    packed = routing(hidden, first_visible=first)
-    parts = [routing(hidden[:, a:b]).address for a, b in itertools.pairwise(edges) if b > a]
-    for name in ("profile", "bin_position"):
-        apart = torch.cat([getattr(part, name) for part in parts], 1)
-        assert torch.equal(getattr(packed.address, name), apart)
+    packed, position = routing(hidden, first_visible=first)
+    apart = [routing(hidden[:, a:b]) for a, b in itertools.pairwise(edges) if b > a]
+    assert torch.equal(packed.profile, torch.cat([each.profile for each, _ in apart], 1))
+    assert torch.equal(position, torch.cat([each for _, each in apart], 1))
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_routing_is_causal_and_steps_give_what_the_whole_gives(selector):
     routing = LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector=selector).double()
     hidden = draw(2, 12, HIDDEN)
-    whole = routing(hidden)
+    whole, _ = routing(hidden)
     for t in range(12):
         changed = hidden.clone()
         changed[:, t] = draw(2, HIDDEN, seed=t + 1)
-        route = routing(changed)
-        assert torch.equal(route.address.profile[:, :t], whole.address.profile[:, :t])
-        assert torch.equal(route.reads.query_type[:, :t], whole.reads.query_type[:, :t])
-        assert torch.equal(route.reads.read_weight[:, :t], whole.reads.read_weight[:, :t])
+        route, _ = routing(changed)
+        assert torch.equal(route.profile[:, :t], whole.profile[:, :t])
+        assert torch.equal(route.query_type[:, :t], whole.query_type[:, :t])
+        assert torch.equal(route.read_weight[:, :t], whole.read_weight[:, :t])
     for split in (0, 1, 2, 5):
         state = routing.conv.next_state(hidden[:, :split]) if split else None
         for t in range(split, 12):
             token = hidden[:, t : t + 1]
-            route = routing(token, state=state)
+            route, _ = routing(token, state=state)
             state = routing.conv.next_state(token, state)
-            assert torch.equal(route.address.profile[:, 0], whole.address.profile[:, t])
-            assert torch.equal(route.reads.query_type[:, 0], whole.reads.query_type[:, t])
-            torch.testing.assert_close(route.reads.read_weight[:, 0], whole.reads.read_weight[:, t])
+            assert torch.equal(route.profile[:, 0], whole.profile[:, t])
+            assert torch.equal(route.query_type[:, 0], whole.query_type[:, t])
+            torch.testing.assert_close(route.read_weight[:, 0], whole.read_weight[:, t])
 
 
 def test_every_field_size_has_parameters_of_its_own():
@@ -230,7 +227,7 @@ def test_every_field_size_has_parameters_of_its_own():
     routing = LearnedRouting(HIDDEN, HEADS, geometries)
     assert list(routing.projections) == ["5", "7", "11"]
     hidden = torch.randn(1, 9, HIDDEN)
-    reads = routing(hidden, geometries[1]).reads
+    reads, _ = routing(hidden, geometries[1])
     reads.read_weight.square().sum().backward()
     touched = [name for name, p in routing.named_parameters() if p.grad is not None]
     assert touched == ["selectors.7.scorer.weight", "selectors.7.scorer.bias"]

@@ -85,17 +85,17 @@ def test_learned_routing_equals_its_dense_form_with_every_gradient(name):
     mask, n = layer.recipe, layer.recipe.num_distant
     q, k, v = project(layer, x)
     phi, psi = F.elu(q) + 1, F.elu(k) + 1
-    address, reads = layer.routing.learned(x, mask.geometry)
+    reads, _ = layer.routing.learned(x, mask.geometry)
     seen = torch.ones(HORIZON, HORIZON, dtype=torch.float64).tril().repeat(2, 2, 1, 1)
     seen[:, :, n:, :n] = 0
     for query_type, weight in zip(
         reads.query_type.unbind(-1), reads.read_weight.unbind(-1), strict=True
     ):
-        far = mask.dense(profile=address.profile, query_type=query_type).double()
+        far = mask.dense(profile=reads.profile, query_type=query_type).double()
         far = (
             far
             * weight.transpose(1, 2).unsqueeze(-1)
-            * address.ste_weight.transpose(1, 2).unsqueeze(2)
+            * reads.write_weight.transpose(1, 2).unsqueeze(2)
         )
         seen = seen + F.pad(far[:, :, n:, :n], (0, HORIZON - n, n, 0))
     if layer.a_proj is not None:

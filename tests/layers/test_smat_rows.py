@@ -69,5 +69,5 @@ def test_bad_positions_are_refused_with_their_numbers():
     x, _ = tokens(1, 20)
     with pytest.raises(ValueError, match=r"20\), got values from 3 to 20"):
         layer(x, positions=torch.tensor([3, 20]))
-    with pytest.raises(ValueError, match=r"got torch.int64 of shape \(1, 2\)"):
+    with pytest.raises(ValueError, match=r"got shape \(1, 2\)"):
         layer(x, positions=torch.tensor([[3, 4]]))

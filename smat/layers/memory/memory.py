@@ -24,8 +24,9 @@ from typing_extensions import Self
 from smat.layers.call import CallInfo
 from smat.layers.primitives import describe_mask
 from smat.layers.routing.learned import LearnedRouting
-from smat.layers.routing.routers import Assignment, ContentRouting
+from smat.layers.routing.routers import ContentRouting
 from smat.masks import SMatMask, kept
+from smat.ops.smat.routing import Routing
 
 GATE_LOGIT = -2.197  # gates begin at about 0.1
 
@@ -47,7 +48,6 @@ class SigmoidGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the map as torch does, and put the bias where the gate is nearly shut."""
         self.linear.reset_parameters()
         nn.init.constant_(self.linear.bias, GATE_LOGIT)
         if self.head_logit is not None:
@@ -64,15 +64,15 @@ class Memory(ContentRouting):
     >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3, boundary=kept(32))
     >>> memory = Memory(hidden_size=8, num_heads=2, mask=mask, selector="factored")
     >>> call = CallInfo(1, 64, torch.device("cpu"))
-    >>> assignment, _ = memory(torch.randn(1, 64, 8), memory.mask_of(call), call)
-    >>> assignment.query_type.shape, bool((assignment.read_weight[:, :32] == 0).all())
+    >>> routing, _ = memory(torch.randn(1, 64, 8), memory.mask_of(call), call)
+    >>> routing.query_type.shape, bool((routing.read_weight[:, :32] == 0).all())
     (torch.Size([1, 64, 2, 4]), True)
 
     One mask fixes the geometry for all lengths; `other_masks` add those of other lengths, each
     field size with a hash and a scorer of its own. A call picks one of them by ``mask=`` among the
     arguments of its layer; a memory that was made `for_lengths` picks by the length of the call.
-
-    `ProfileMemory` is for Mamba-2, `TransportedMemory` for Gated DeltaNet.
+    `learned` are the options of `LearnedRouting`. `ProfileMemory` is for Mamba-2,
+    `TransportedMemory` for Gated DeltaNet.
     """
 
     has_write_gate = False
@@ -84,16 +84,10 @@ class Memory(ContentRouting):
         mask: SMatMask,
         *,
         other_masks: Sequence[SMatMask] = (),
-        selector: str = "top_types",
-        num_reads: int = 4,
-        conv_width: int = 4,
+        **learned: Any,
     ) -> None:
         geometries = [each.geometry for each in (mask, *other_masks)]
-        learned = LearnedRouting(
-            hidden_size, num_heads, geometries, selector=selector, num_reads=num_reads,
-            conv_width=conv_width,
-        )  # fmt: skip
-        super().__init__(learned)
+        super().__init__(LearnedRouting(hidden_size, num_heads, geometries, **learned))
         self.mask = mask
         self.mask_by_length: dict[int, SMatMask] = {}
         self.read_gate = SigmoidGate(hidden_size, num_heads, head_logit=True)
@@ -138,25 +132,19 @@ class Memory(ContentRouting):
         if mask is not None or not self.mask_by_length:
             return self.mask if mask is None else mask
         if call.cu_seqlens is not None and len(self.mask_by_length) > 1:
-            raise ValueError(
-                "packed sequences would share one geometry of those for lengths "
-                f"{list(self.mask_by_length)}; name one by mask=, or pad the sequences"
-            )
+            lengths = list(self.mask_by_length)
+            raise ValueError(f"name one geometry of {lengths} by mask=, or pad packed sequences")
         masks = self.mask_by_length
         return masks[min((each for each in masks if each >= call.length), default=max(masks))]
 
-    def forward(
-        self, x: Tensor, mask: SMatMask, call: CallInfo
-    ) -> tuple[Assignment, Tensor | None]:
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call, with weights times gates, and return the hash's state."""
-        assignment, state = super().forward(x, mask, call)
-        write_weight, read_weight = assignment.write_weight, assignment.read_weight
-        assert write_weight is not None
-        assert read_weight is not None
+        routing, state = super().forward(x, mask, call)
+        assert routing.read_weight is not None
+        weights = {"read_weight": routing.read_weight * self.read_gate(x).unsqueeze(-1)}
         if self.write_gate is not None:
-            write_weight = write_weight * self.write_gate(x)
-        read_weight = read_weight * self.read_gate(x).unsqueeze(-1)
-        return assignment._replace(write_weight=write_weight, read_weight=read_weight), state
+            weights["write_weight"] = routing.write_weight * self.write_gate(x)
+        return routing._replace(**weights), state
 
 
 class ProfileMemory(Memory):
@@ -178,7 +166,6 @@ def kept_mask(length: int, vc_dim: int, chunk_size: int | None = None) -> SMatMa
     Chunks are a quarter of the length unless given, at least 16 tokens: short lengths too have a
     distant half.
     """
-    plain = SMatMask(length, vc_dim, max(16, length // 4) if chunk_size is None else chunk_size)
-    return SMatMask(
-        length, vc_dim, plain.chunk_size, plain.geometry.field_size, kept(plain.num_distant)
-    )
+    chunk_size = max(16, length // 4) if chunk_size is None else chunk_size
+    plain = SMatMask(length, vc_dim, chunk_size)
+    return SMatMask(length, vc_dim, chunk_size, plain.geometry.field_size, kept(plain.num_distant))

@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.layers.call import CallInfo, attend_after
-from smat.layers.routing.routers import Assignment
 from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
 from smat.ops import SMatState, smat_attention
@@ -35,11 +34,9 @@ class DeltaTokens(NamedTuple):
     beta: Tensor  # (B, T, H)
     log_decay: Tensor | None  # (B, T, H)
 
-    def cut(self, start: int, stop: int) -> DeltaTokens:
+    def cut(self, time: slice) -> DeltaTokens:
         """Take a range of time."""
-        log_decay = None if self.log_decay is None else self.log_decay[:, start:stop]
-        q, k, v, beta = (x[:, start:stop] for x in (self.q, self.k, self.v, self.beta))
-        return DeltaTokens(q, k, v, beta, log_decay)
+        return DeltaTokens._make(x if x is None else x[:, time] for x in self)
 
     def close(self, shut: Tensor) -> DeltaTokens:
         """Close the gates of some tokens (B, T), so that they change no state."""
@@ -53,8 +50,7 @@ class TransportState(NamedTuple):
     """What decoding carries: distant tokens, tables, and the transitions since the boundary.
 
     Until it reads, a row waits with its distant tokens. Then they are carried to the boundary at
-    once, and from there on the tables stand still: they are a state of SMat-Attention whose recent
-    keys are all zero.
+    once, into the state of an SMat-Attention whose recent keys are all zero.
     """
 
     distant: Tensor | None  # (B, n + 1, H, K + V + 2), zeros where none came yet: `_written`
@@ -71,7 +67,7 @@ def boundary_of(mask: SMatMask) -> int:
 
 
 def read_transported(
-    tokens: DeltaTokens, assignment: Assignment, mask: SMatMask, call: CallInfo
+    tokens: DeltaTokens, routing: Routing, mask: SMatMask, call: CallInfo
 ) -> tuple[Tensor, TransportState | None]:
     """Return what the tokens of a call read of the distant ones, (B, T, H, V), and the state.
 
@@ -88,19 +84,18 @@ def read_transported(
         tokens = tokens.close(~call.real)
     if past is not None:
         with torch.no_grad():
-            return _decode(tokens, assignment, mask, call, past)
+            return _decode(tokens, routing, mask, call, past)
     out, tables, transition = torch.zeros_like(tokens.v), None, None
     if num_distant < call.length:
-        far, near = tokens.cut(0, num_distant), tokens.cut(num_distant, call.length)
-        queries, transition = transport_queries(
-            near.q, near.k, near.beta, near.log_decay, output_final_transition=True
-        )
-        keys = transport_keys(far.k, far.beta, far.log_decay)
+        q, k, _, beta, log_decay = tokens.cut(slice(num_distant, None))
+        queries, transition = transport_queries(q, k, beta, log_decay, output_final_transition=True)
+        _, k, _, beta, log_decay = tokens.cut(slice(num_distant))
+        keys = transport_keys(k, beta, log_decay)
         read, tables = smat_attention(
             F.pad(queries, (0, 0, 0, 0, num_distant, 0)),
             F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant)), tokens.v, mask,
             feature_map="identity", normalize=False, branch="long_range",
-            output_final_state=call.use_cache, **assignment._asdict(),
+            output_final_state=call.use_cache, **routing._asdict(),
         )  # fmt: skip
         out = call.close(read)
     if not call.use_cache:
@@ -110,16 +105,12 @@ def read_transported(
         new = _written(tokens)
         distant = _wait(new.new_zeros(call.batch, num_distant + 1, *new.shape[2:]), new, call)
         profile = torch.zeros(distant.shape[:3], dtype=torch.long, device=call.device)
-        profile = _wait(profile, assignment.profile, call)
+        profile = _wait(profile, routing.profile, call)
     return out, TransportState(distant, profile, tables, transition)
 
 
 def _decode(
-    tokens: DeltaTokens,
-    assignment: Assignment,
-    mask: SMatMask,
-    call: CallInfo,
-    past: TransportState,
+    tokens: DeltaTokens, routing: Routing, mask: SMatMask, call: CallInfo, past: TransportState
 ) -> tuple[Tensor, TransportState]:
     """Take in tokens after those of a state; rows may stand at different positions."""
     assert call.past is not None
@@ -127,7 +118,7 @@ def _decode(
     distant, profile, tables, transition = past
     if distant is not None:
         distant = _wait(distant, _written(tokens), call)
-        profile = _wait(profile, assignment.profile, call)
+        profile = _wait(profile, routing.profile, call)
         if bool(((begin <= num_distant) & (end > num_distant)).any()):
             tables = _carry(distant[:, :-1], profile[:, :-1], tokens, mask)
         if bool((end > num_distant).all()):
@@ -140,8 +131,8 @@ def _decode(
             q, k, beta, log_decay, initial_transition=transition, output_final_transition=True
         )
         out, tables = attend_after(
-            tables, queries, torch.zeros_like(k), out, call, query_type=assignment.query_type,
-            read_weight=assignment.read_weight,
+            tables, queries, torch.zeros_like(k), out, call, query_type=routing.query_type,
+            read_weight=routing.read_weight,
         )  # fmt: skip
         out = out.masked_fill(is_distant[..., None, None], 0)
     return out, TransportState(distant, profile, tables, transition)
@@ -170,11 +161,6 @@ def _carry(distant: Tensor, profile: Tensor, like: DeltaTokens, mask: SMatMask) 
     k, v, gates = distant.split([like.k.shape[-1], like.v.shape[-1], 2], -1)
     keys = transport_keys(k, gates[..., 0], None if like.log_decay is None else gates[..., 1])
     return SMatState.after(
-        keys,
-        v,
-        mask,
-        routing=Routing(profile=profile),
-        feature_map="identity",
-        normalize=False,
+        keys, v, mask, routing=Routing(profile=profile), feature_map="identity", normalize=False,
         branch="long_range",
-    )
+    )  # fmt: skip

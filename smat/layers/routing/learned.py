@@ -1,56 +1,52 @@
-"""Learned content routing: where tokens write and which summaries queries read (Section 3, end).
+"""Learned content routing: where tokens write and which types they read (Section 3, end).
 
-The write address (hash.py) and the selection of types (selectors.py) are learned apart; here they
-share one set of parameters for each field size that a layer meets.
+Write addresses are a learned hash of the layer input into F_q^(d-1) (appendix "Extension Details"):
+
+    c_t = sum_l K_l h_(t-l)                      depthwise, width 4, zeros before the sequence
+    z_k = gamma_k <w_k / |w_k|, LN(c_t)> + b_k   one for each head and coordinate
+    s_k = clip(q Phi(z_k), 0, q - eps)           Phi the normal CDF
+    x_t = (floor s_1, ..., floor s_D)            the profile
+
+The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. The
+balance loss spreads addresses over all bins; what is read stands in selectors.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smat.geometry import Geometry
-from smat.layers.routing.hash import HashProjection, WriteAddress
-from smat.layers.routing.selectors import SELECTORS, TypeReads, point_mask
+from smat.geometry.field import from_digits
+from smat.layers.call import CallInfo
+from smat.layers.routing.selectors import SELECTORS, point_mask
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import SMatMask
-
-
-class Route(NamedTuple):
-    """Where tokens write and what queries read."""
-
-    address: WriteAddress
-    reads: TypeReads
+from smat.ops.smat.routing import Routing
 
 
 class LearnedRouting(nn.Module):
     """The learned routing of one layer.
 
-    >>> import torch
-    >>> mask = SMatMask(seq_len=64, vc_dim=3, chunk_size=16, field_size=3)
-    >>> routing = LearnedRouting(hidden_size=8, num_heads=2, geometry=mask.geometry)
+    >>> learned = LearnedRouting(hidden_size=8, num_heads=2, geometry=Geometry(3, 3))
     >>> hidden = torch.randn(4, 64, 8)
-    >>> address, reads = routing(hidden)
-    >>> address.profile.shape, reads.query_type.shape
+    >>> routing, bin_position = learned(hidden)
+    >>> routing.profile.shape, routing.query_type.shape
     (torch.Size([4, 64, 2]), torch.Size([4, 64, 2, 4]))
-    >>> state = routing.conv.next_state(hidden[:, :63])  # decoding carries the last inputs alone
-    >>> last = routing(hidden[:, 63:], state=state)
-    >>> torch.equal(last.reads.query_type, reads.query_type[:, 63:])
+    >>> state = learned.conv.next_state(hidden[:, :63])  # decoding carries the last inputs alone
+    >>> torch.equal(learned(hidden[:, 63:], state=state)[0].profile, routing.profile[:, 63:])
     True
 
     `geometry` is the one of a horizon, so that one set of parameters serves every length; or
-    several, and then each has its own hash and scorer, as the paper's recall models have one for
-    every length that they are trained at. The convolution is shared.
+    several, each with its own hash and scorer, as the paper's recall models have one for every
+    training length. `selector` names a class of selectors.py: "top_types" (the paper's four reads),
+    "factored", "own_hyperplane" or "own_cell".
 
     An address depends on its own token and the three before it, and is never revised. The
     convolution passes over the boundary of the local branch: a key may be written before its value.
-
-    `selector` is "top_types" (the paper's four reads), "factored" (directions and offsets scored
-    apart), "own_hyperplane" (one read, through the query's own hash point), or "own_cell" (a
-    bucket). What each costs stands with its class.
     """
 
     def __init__(
@@ -73,11 +69,10 @@ class LearnedRouting(nn.Module):
         keyed = [(str(size), each) for size, each in sorted(by_size.items())]
         self.num_heads, self.kind = num_heads, SELECTORS[selector]
         self.conv = ShortConvolution(hidden_size, conv_width, activation=False)
-        self.projections = nn.ModuleDict(
-            {key: HashProjection(hidden_size, num_heads, each) for key, each in keyed}
-        )
+        sizes = (hidden_size, num_heads)
+        self.projections = nn.ModuleDict({key: HashProjection(*sizes, each) for key, each in keyed})
         self.selectors = nn.ModuleDict(
-            {key: self.kind(hidden_size, num_heads, each, num_reads) for key, each in keyed}
+            {key: self.kind(*sizes, each, num_reads) for key, each in keyed}
         )
 
     def forward(
@@ -88,39 +83,168 @@ class LearnedRouting(nn.Module):
         first_visible: Tensor | None = None,
         queries: slice | Tensor = slice(None),
         num_writers: int | None = None,
-    ) -> Route:
+    ) -> tuple[Routing, Tensor]:
         """Route (B, T, hidden_size); reads are selected at the positions of `queries`.
 
-        The geometry may stay out if there is only one. `state` (B, 3, hidden_size) holds the inputs
-        before these, and `first_visible` (1, T) keeps packed sequences apart. Only the first
-        `num_writers` tokens get an address, if it is given; the others write nothing, and where a
-        selector wants their own points it is of no effect.
+        With the routing come the bin positions (B, T, H, D), for the balance loss. The geometry may
+        stay out if there is only one. `state` (B, 3, hidden_size) holds the inputs before these,
+        and `first_visible` (1, T) keeps packed sequences apart. Only the first `num_writers` tokens
+        get an address, unless the selector wants their own points; the others write nothing.
         """
         length = hidden.shape[1]
         if num_writers is None or self.kind.needs_own_profile:
             num_writers = length
         key = self._key(geometry)
-        address = self.projections[key](self.conv(hidden[:, :num_writers], state, first_visible))
+        write_input = self.conv(hidden[:, :num_writers], state, first_visible)
+        address = self.projections[key](write_input)
         if num_writers < length:
-            rest = length - num_writers
-            address = WriteAddress(
-                F.pad(address.profile, (0, 0, 0, rest)), F.pad(address.ste_weight, (0, 0, 0, rest)),
-                F.pad(address.bin_position, (0, 0, 0, 0, 0, rest)),
-            )  # fmt: skip
-        reads = self.selectors[key](hidden[:, queries], address.profile[:, queries])
-        return Route(address, reads)
+            behind = [0, length - num_writers]
+            address = [F.pad(x, [0, 0] * (x.ndim - 2) + behind) for x in address]
+        profile, ste_weight, bin_position = address
+        reads = self.selectors[key](hidden[:, queries], profile[:, queries])
+        return reads._replace(profile=profile, write_weight=ste_weight), bin_position
 
     def _key(self, geometry: Geometry | None) -> str:
         if geometry is None and len(self.selectors) == 1:
             return next(iter(self.selectors))
-        key = "" if geometry is None else str(geometry.field_size)
-        if key not in self.selectors:
-            raise ValueError(
-                f"parameters exist for the field sizes {', '.join(self.selectors)}, "
-                f"got {'no geometry' if geometry is None else f'field size {key}'}"
-            )
+        key = None if geometry is None else str(geometry.field_size)
+        if key is None or key not in self.selectors:
+            known, given = ", ".join(self.selectors), f"field size {key}" if key else "no geometry"
+            raise ValueError(f"parameters exist for the field sizes {known}, got {given}")
         return key
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the selected types are to be read."""
         return point_mask(mask) if self.kind.reads_points else mask
+
+
+class HashProjection(nn.Module):
+    """Hash write-side representations into the points of one geometry, for each head.
+
+    >>> projection = HashProjection(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
+    >>> profile, ste_weight, bin_position = projection(torch.randn(4, 10, 8))
+    >>> profile.shape, bool((ste_weight == 1).all())
+    (torch.Size([4, 10, 2]), True)
+
+    omega = prod_k [1 + (1 - f_k) - sg(1 - f_k)] is 1, and its derivative by s_k is -1: a one-sided,
+    biased estimate. Input that is not finite gives a weight that is not.
+    Paper: w = `weight`, gamma = `gain`, b = `bias`.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, geometry: Geometry) -> None:
+        super().__init__()
+        if hidden_size < 1 or num_heads < 1:
+            raise ValueError(f"sizes must be 1 or more, got {hidden_size} and {num_heads} heads")
+        self.geometry = geometry
+        shape = (num_heads, geometry.ambient_dim)
+        self.weight = nn.Parameter(torch.empty(*shape, hidden_size))
+        self.gain = nn.Parameter(torch.empty(shape))
+        self.bias = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        nn.init.ones_(self.gain)  # with bias 0 it spreads a normal input over all bins
+        nn.init.zeros_(self.bias)
+
+    def forward(self, write_input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hash (..., hidden_size): profile and straight-through weight (..., H), bin position."""
+        position = self.bin_position(write_input)
+        lower = position.detach().floor()
+        remaining = 1 - (position - lower)
+        # In this order the sum is exactly 1.
+        ste_weight = (1 + (remaining - remaining.detach())).prod(-1)
+        profile = from_digits(lower.nan_to_num(nan=0.0).long(), self.geometry.field_size)
+        return profile, ste_weight, position
+
+    def bin_position(self, write_input: Tensor) -> Tensor:
+        """Find s, (..., hidden_size) -> (..., H, D), in [0, q)."""
+        dtype = torch.promote_types(write_input.dtype, torch.float32)
+        with torch.autocast(write_input.device.type, enabled=False):
+            normed = F.layer_norm(write_input.to(dtype), write_input.shape[-1:])
+            direction = F.normalize(self.weight.to(dtype), dim=-1)
+            along = F.linear(normed, direction.flatten(0, 1)).unflatten(-1, self.gain.shape)
+            z = self.gain.to(dtype) * along + self.bias.to(dtype)
+            field_size = self.geometry.field_size
+            last = field_size * (1 - 2 * torch.finfo(dtype).eps)
+            return (field_size * torch.special.ndtr(z)).clamp(0, last)
+
+
+def balance_loss(bin_position: Tensor, field_size: int, counted: Tensor | None = None) -> Tensor:
+    """Measure how unevenly coordinates are used: 0 if evenly, log q if one bin takes all.
+
+    >>> balance_loss(torch.arange(5.0).view(1, 5, 1, 1), field_size=5)
+    tensor(0.)
+    >>> balance_loss(torch.zeros(1, 5, 1, 1), field_size=5).exp()
+    tensor(5.)
+
+    L_bal = 1/D sum_k sum_b p_kb log(q p_kb), p_kb the average over the counted tokens of the soft
+    mass 1 - f at the token's bin and f at the next (the last bin keeps both); averaged over heads.
+
+    `bin_position` is (B, T, H, D); `counted` (B, T) marks the tokens that count: distant ones, and
+    no padding. Without any, or at d = 1, the loss is 0. O(B T H D + H D q).
+    """
+    heads, ambient_dim = bin_position.shape[-2:]
+    if counted is None:
+        counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
+    position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
+    lower = position.detach().floor()
+    beyond, weight = position - lower, counted.to(position.dtype)[..., None, None]
+    column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
+    bins = lower.nan_to_num(nan=0.0).long().clamp(0, field_size - 1)
+    mass = position.new_zeros(heads * ambient_dim * field_size)
+    for index, amount in ((bins, 1 - beyond), ((bins + 1).clamp(max=field_size - 1), beyond)):
+        where = (column * field_size + index).flatten()
+        mass = mass.index_add(0, where, (weight * amount).flatten())
+    mean = mass / weight.sum().clamp(min=1)
+    # An empty bin has no part in the sum, and no infinite slope.
+    logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (mean * logs).sum() / max(1, heads * ambient_dim)
+
+
+def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:
+    """Return beta_bal at a training step: it falls linearly to 0 and stays there.
+
+    >>> [balance_weight(step) for step in (0, 500, 1000, 5000)]
+    [0.01, 0.005, 0.0, 0.0]
+
+    `anneal_steps=0` keeps the weight for ever.
+    """
+    if step < 0 or anneal_steps < 0:
+        raise ValueError(f"steps must not be negative, got {step} and {anneal_steps}")
+    return weight if anneal_steps == 0 else weight * max(0.0, 1 - step / anneal_steps)
+
+
+def distant_tokens(mask: SMatMask, call: CallInfo) -> Tensor:
+    """Mark the tokens that are distant for some query, and no padding: (B, T) bool.
+
+    >>> mask = SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2)
+    >>> real = torch.tensor([[True, True, True, True, True, False]])
+    >>> distant_tokens(mask, CallInfo(1, 6, real.device, real)).int()
+    tensor([[1, 1, 1, 1, 0, 0]], dtype=torch.int32)
+
+    A row of real tokens that ends before the boundary has none.
+    """
+    token = torch.arange(call.length, device=call.device)
+    if call.cu_seqlens is not None:
+        lengths = [each for each in call.num_tokens.tolist() if each]
+        marks = [token[:n] < mask.for_length(n).schedule.boundary_at(n - 1) for n in lengths]
+        return torch.cat(marks).unsqueeze(0)
+    if call.real is None:
+        return (token < mask.schedule.boundary_at(call.length - 1)).expand(call.batch, -1)
+    # n by the number of real tokens
+    after = F.pad(mask.boundaries(call.length, call.device), (1, 0))
+    return call.real & (token < after[call.real.sum(1)].unsqueeze(1))
+
+
+def sum_balance_losses(model: nn.Module) -> Tensor | None:
+    """Add up the losses that routed layers of a model left after its last call; None without any.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.balance_loss = torch.tensor(0.5)  # as memories, content routings and routers do
+    >>> sum_balance_losses(nn.Sequential(layer, nn.Linear(1, 1)))
+    tensor(0.5000)
+    """
+    losses = [getattr(module, "balance_loss", None) for module in model.modules()]
+    found = [loss for loss in losses if isinstance(loss, Tensor)]
+    return torch.stack(found).sum() if found else None

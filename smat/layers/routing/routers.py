@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,58 +10,42 @@ from torch import Tensor, nn
 
 from smat.geometry import Geometry
 from smat.layers.call import CallInfo
-from smat.layers.routing.hash import balance_loss, distant_tokens
-from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.learned import LearnedRouting, balance_loss, distant_tokens
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
 from smat.layers.short_convolution import last_inputs, with_past
 from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
+from smat.ops.smat.routing import POSITIONAL, Routing
 
 
-class Assignment(NamedTuple):
-    """Where tokens write and which types they read; None leaves it to their position."""
-
-    profile: Tensor | None = None  # (B, T, H)
-    query_type: Tensor | None = None  # (B, T, H), or (B, T, H, k) with read weights
-    write_weight: Tensor | None = None  # (B, T, H), the straight-through weight of a learned hash
-    read_weight: Tensor | None = None  # (B, T, H, k)
-
-
-class Router(Protocol):
+class Router(nn.Module):
     """What a layer asks of a routing module."""
 
-    extra_inputs: tuple[str, ...]  # what it takes of a layer's arguments
+    extra_inputs: tuple[str, ...] = ()  # what it takes of a layer's arguments
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read."""
+        return mask
 
-    def __call__(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Assignment, Any]:
-        """Assign the tokens of a call; ``call.before("routing")`` is the state before them.
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
+        """Route the tokens of a call; ``call.before("routing")`` is the state before them.
 
         What is read is told for ``call.queries`` alone, if there are any.
         """
+        return POSITIONAL, None
 
 
-class PositionalRouting(nn.Module):
+class PositionalRouting(Router):
     """Profiles and types dealt out in turn: everything is left to the positions."""
 
-    extra_inputs: tuple[str, ...] = ()
 
-    def read_mask(self, mask: SMatMask) -> SMatMask:
-        return mask
-
-    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Assignment, None]:
-        return Assignment(), None
-
-
-class HashedRouting(nn.Module):
+class HashedRouting(Router):
     """Every token writes to the cell that its id hashes to, and reads a hyperplane through it.
 
     >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
     >>> ids = torch.tensor([[5, 9, 5, 7]])
     >>> call = CallInfo(1, 4, ids.device, extras={"token_ids": ids})
-    >>> routing = HashedRouting(vocab_size=16, num_heads=2)
-    >>> assignment, _ = routing(torch.randn(1, 4, 8), mask, call)
-    >>> torch.equal(assignment.profile[:, 0], assignment.profile[:, 2])
+    >>> routing, _ = HashedRouting(vocab_size=16, num_heads=2)(torch.randn(1, 4, 8), mask, call)
+    >>> torch.equal(routing.profile[:, 0], routing.profile[:, 2])
     True
 
     A token writes to the cell of the token `write_lag` before it (1 files a value under its key),
@@ -96,16 +80,12 @@ class HashedRouting(nn.Module):
         """Return the mask under which the types are read: at d = 2 a hyperplane is a cell."""
         return point_mask(mask) if self.point_read else mask
 
-    def forward(
-        self, x: Tensor, mask: SMatMask, call: CallInfo
-    ) -> tuple[Assignment, Tensor | None]:
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
         ids = call.extras.get("token_ids")
         if ids is None or tuple(ids.shape) != (call.batch, call.length):
-            shape = None if ids is None else tuple(ids.shape)
-            raise ValueError(
-                f"hashed routing needs token_ids (B, T) = {(call.batch, call.length)}, got {shape}"
-            )
+            wanted, shape = (call.batch, call.length), None if ids is None else tuple(ids.shape)
+            raise ValueError(f"hashed routing needs token_ids (B, T) = {wanted}, got {shape}")
         past, queries = call.before("routing"), _queries(call)
         history = with_past(ids, self.num_kept, past)
         # The id `lag` tokens earlier in the same sequence, the own one where none is.
@@ -122,10 +102,10 @@ class HashedRouting(nn.Module):
 
     def reads(
         self, x: Tensor, geometry: Geometry, cells: list[Tensor], ids: Tensor, call: CallInfo
-    ) -> Assignment:
+    ) -> Routing:
         """Say what queries read whose own cell, and those of the keys before it, are given."""
         if self.point_read:
-            return Assignment(query_type=cells[0])
+            return Routing(query_type=cells[0])
         direction = call.extras.get("query_direction")
         if direction is not None:
             direction = direction[:, _queries(call)]
@@ -134,7 +114,7 @@ class HashedRouting(nn.Module):
             direction = hashed.profile(ids) % geometry.num_directions
         else:
             direction, _ = agreeing_direction(geometry, torch.stack(cells, -1))
-        return Assignment(query_type=type_through_cell(geometry, direction, cells[0]))
+        return Routing(query_type=type_through_cell(geometry, direction, cells[0]))
 
 
 class DirectedRouting(HashedRouting):
@@ -160,26 +140,22 @@ class DirectedRouting(HashedRouting):
 
     def reads(
         self, x: Tensor, geometry: Geometry, cells: list[Tensor], ids: Tensor, call: CallInfo
-    ) -> Assignment:
-        query_type, read_weight = self.selector(x[:, _queries(call)], cells[0])
-        return Assignment(query_type=query_type, read_weight=read_weight)
+    ) -> Routing:
+        return self.selector(x[:, _queries(call)], cells[0])
 
 
-class ContentRouting(nn.Module):
+class ContentRouting(Router):
     """Route tokens by what the layer's input says, with any selector of `LearnedRouting`.
 
     >>> mask = SMatMask(64, vc_dim=3, chunk_size=16, field_size=3)
-    >>> routing = ContentRouting(LearnedRouting(8, num_heads=2, geometry=mask.geometry))
-    >>> call = CallInfo(1, 64, torch.device("cpu"))
-    >>> assignment, _ = routing(torch.randn(1, 64, 8), mask, call)
-    >>> assignment.profile.shape, assignment.query_type.shape
+    >>> router = ContentRouting(LearnedRouting(8, num_heads=2, geometry=mask.geometry))
+    >>> routing, _ = router(torch.randn(1, 64, 8), mask, CallInfo(1, 64, torch.device("cpu")))
+    >>> routing.profile.shape, routing.query_type.shape
     (torch.Size([1, 64, 2]), torch.Size([1, 64, 2, 4]))
 
     After a call that begins sequences `balance_loss` holds the loss of the hash, with its gradient,
     for the training loop to add: `sum_balance_losses`.
     """
-
-    extra_inputs: tuple[str, ...] = ()
 
     def __init__(self, learned: LearnedRouting) -> None:
         super().__init__()
@@ -193,9 +169,7 @@ class ContentRouting(nn.Module):
     def read_mask(self, mask: SMatMask) -> SMatMask:
         return self.learned.read_mask(mask)
 
-    def forward(
-        self, x: Tensor, mask: SMatMask, call: CallInfo
-    ) -> tuple[Assignment, Tensor | None]:
+    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call; the state is that of the hash's convolution.
 
         Of new sequences only those queries select that see something distant, and only those
@@ -210,20 +184,20 @@ class ContentRouting(nn.Module):
             if call.queries is None:
                 first = next((each.start for each in segments if each.boundary > 0), call.length)
                 queries = slice(first, None)
-        address, reads = self.learned(
+        routing, bin_position = self.learned(
             x, mask.geometry, past, call.first_visible(), queries, num_writers
         )
         if past is None:
-            batch, length = x.shape[:2]
-            distant = distant_tokens(mask, batch, length, call.real, call.cu_seqlens)
-            self.balance_loss = balance_loss(
-                address.bin_position, mask.geometry.field_size, distant.to(x.device)
-            )
+            field_size, distant = mask.geometry.field_size, distant_tokens(mask, call)
+            self.balance_loss = balance_loss(bin_position, field_size, distant)
         state = None
         if call.use_cache:
             state = self.learned.conv.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
-        query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
-        return Assignment(address.profile, query_type, address.ste_weight, read_weight), state
+        if first:
+            reads = (routing.query_type, routing.read_weight)
+            query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
+            routing = routing._replace(query_type=query_type, read_weight=read_weight)
+        return routing, state
 
 
 def _queries(call: CallInfo) -> slice | Tensor:

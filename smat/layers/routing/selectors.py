@@ -1,30 +1,25 @@
 """Which types a query reads, and with what weights (appendix "Query routing and causality").
 
-Every selector looks at one token at a time, (..., hidden_size): it serves prefill and decoding
-alike, and is causal because its input is. Costs are multiply-adds for T tokens, a head.
+Every selector looks at one token at a time, (..., hidden_size), and returns (..., H, k) types and
+weights: it serves prefill and decoding alike, and is causal because its input is. Costs are
+multiply-adds for T tokens, a head.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
 from smat.masks import SMatMask, type_through_cell
-from smat.ops.chosen_scores import chosen_scores
-
-
-class TypeReads(NamedTuple):
-    """The types that each head reads, (..., H, k), and the weights of the reads, (..., H, k)."""
-
-    query_type: Tensor
-    read_weight: Tensor
+from smat.ops.smat.routing import Routing
 
 
 class Selector(nn.Module):
@@ -51,7 +46,8 @@ class Selector(nn.Module):
 
     def score(self, hidden: Tensor) -> Tensor:
         """Score what there is to choose from, (..., hidden_size) -> (..., H, num_scores)."""
-        return _wide(self.scorer(hidden)).unflatten(-1, (self.num_heads, -1))
+        scores = self.scorer(hidden).unflatten(-1, (self.num_heads, -1))
+        return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
 class TopTypes(Selector):
@@ -63,7 +59,6 @@ class TopTypes(Selector):
     (torch.Size([4, 10, 2, 4]), True)
 
     Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
-
     Cost: T B hidden_size, B = `geometry.num_types` ~ T^(1 - 1/d); backward T k hidden_size.
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
@@ -71,12 +66,12 @@ class TopTypes(Selector):
     def num_scores(self) -> int:
         return self.geometry.num_types
 
-    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
         with torch.no_grad():
             scores = self.score(hidden)
-            query_type = _highest(scores, self.num_reads)
+            query_type = scores.topk(self.num_reads, dim=-1).indices
         score = chosen_scores(scores, query_type, hidden, self.scorer.weight, self.scorer.bias)
-        return TypeReads(query_type, score.softmax(-1))
+        return Routing(query_type=query_type, read_weight=score.softmax(-1))
 
 
 class FactoredTopTypes(Selector):
@@ -88,22 +83,20 @@ class FactoredTopTypes(Selector):
     (torch.Size([4, 10, 2, 4]), 11)
 
     The selection is exact: the best k sums have their direction and their offset among the best k.
-    What is given up is a score that prefers an offset for one direction and not for another.
-
     Cost: T (A + q) hidden_size + T k^2, A directions of q offsets.
     """
 
     def num_scores(self) -> int:
         return self.num_directions + self.num_offsets
 
-    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> TypeReads:
+    def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
         scores = self.score(hidden).split([self.num_directions, self.num_offsets], -1)
         best = [each.topk(min(self.num_reads, each.shape[-1]), dim=-1) for each in scores]
         (direction_score, direction), (offset_score, offset) = best
         sums = (direction_score.unsqueeze(-1) + offset_score.unsqueeze(-2)).flatten(-2)
         types = (direction.unsqueeze(-1) * self.num_offsets + offset.unsqueeze(-2)).flatten(-2)
         chosen, place = sums.topk(self.num_reads, dim=-1)
-        return TypeReads(types.gather(-1, place), chosen.softmax(-1))
+        return Routing(query_type=types.gather(-1, place), read_weight=chosen.softmax(-1))
 
 
 class OwnHyperplane(Selector):
@@ -115,11 +108,9 @@ class OwnHyperplane(Selector):
     >>> reads.query_type.shape, bool((reads.read_weight == 1).all())
     (torch.Size([4, 10, 2, 1]), True)
 
-    The direction is the best of A learned scores. The choice itself has no derivative; the read
-    weight 1 + p - sg(p), p the softmax probability of the chosen direction, is 1 and passes the
-    gradient of a larger read on to all A scores: a biased straight-through estimate.
-
-    Cost: T A hidden_size. Tokens with the same hash point always see each other.
+    The direction is the best of A learned scores. The read weight 1 + p - sg(p), p the softmax
+    probability of the chosen direction, is 1 and passes the gradient of a larger read on to all A
+    scores: a biased straight-through estimate. Cost: T A hidden_size.
     """
 
     needs_own_profile = True
@@ -127,11 +118,11 @@ class OwnHyperplane(Selector):
     def num_scores(self) -> int:
         return self.num_directions
 
-    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
+    def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
         probability, direction = self.score(hidden).softmax(-1).max(-1)
         weight = 1 + (probability - probability.detach())  # exactly 1
         query_type = type_through_cell(self.geometry, direction, profile)
-        return TypeReads(query_type.unsqueeze(-1), weight.unsqueeze(-1))
+        return Routing(query_type=query_type.unsqueeze(-1), read_weight=weight.unsqueeze(-1))
 
 
 class OwnCell(nn.Module):
@@ -151,9 +142,10 @@ class OwnCell(nn.Module):
     def __init__(self, *sizes: object) -> None:
         super().__init__()
 
-    def forward(self, hidden: Tensor, profile: Tensor) -> TypeReads:
-        weight = torch.ones(profile.shape, dtype=_wide(hidden).dtype, device=hidden.device)
-        return TypeReads(profile.unsqueeze(-1), weight.unsqueeze(-1))
+    def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = hidden.new_ones(*profile.shape, 1, dtype=wide)
+        return Routing(query_type=profile.unsqueeze(-1), read_weight=weight)
 
 
 SELECTORS: Mapping[str, type[Selector] | type[OwnCell]] = {
@@ -176,22 +168,49 @@ def point_mask(mask: SMatMask) -> SMatMask:
     return SMatMask.from_dict({**mask.to_dict(), **cells})
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Choose and weigh in fp32 or wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def chosen_scores(
+    scores: Tensor, chosen: Tensor, x: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:
+    """Take the chosen ones of scores (..., H, B), and let x, weight and bias have the gradient.
 
+    >>> x, weight, bias = torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.zeros(2)
+    >>> scores, chosen = (x @ weight.T).unsqueeze(1), torch.tensor([[[1]], [[0]]])
+    >>> chosen_scores(scores, chosen, x, weight.requires_grad_(), bias).flatten()
+    tensor([3., 2.], grad_fn=<ViewBackward0>)
 
-def _highest(scores: Tensor, num: int) -> Tensor:
-    """Find the places of the highest scores, (..., B) -> (..., num), the highest first.
-
-    >>> _highest(torch.tensor([3.0, 1.0, 2.0]), num=2)
-    tensor([0, 2])
-
-    Of fewer than 64 scores for each that is wanted torch partitions them all instead of keeping the
-    best so far, which takes twice the time; so there are never fewer. Where real scores are -inf
-    too a spare place may be found, which is no place.
+    The scores are those of a linear map, x (..., width), weight (H B, width), bias (H B); `chosen`
+    (..., H, k) names k of B. The dense adjoint would cost T B products of the width for gradients
+    that are almost all zero; sums over the chosen ones cost T k.
     """
-    last = scores.shape[-1] - 1
-    spare = max(0, 64 * num - scores.shape[-1])
-    found = F.pad(scores, (0, spare), value=-torch.inf).topk(num, dim=-1).indices
-    return found.clamp(max=last)
+    return _ChosenScores.apply(x, weight, bias, scores, chosen)
+
+
+class _ChosenScores(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor, scores: Tensor, chosen: Tensor) -> Tensor:
+        return scores.gather(-1, chosen)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        x, weight, bias, scores, chosen = inputs
+        ctx.save_for_backward(x, weight, chosen)
+        ctx.num_classes, ctx.bias_dtype = scores.shape[-1], bias.dtype
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, chosen = ctx.saved_tensors
+        wide, heads = grad.dtype, torch.arange(chosen.shape[-2], device=chosen.device)
+        row = (chosen + ctx.num_classes * heads.unsqueeze(-1)).flatten(-2).flatten(0, -2)
+        per_token, pull = row.shape[1], grad.reshape(row.shape)
+        grad_x = F.embedding_bag(row, weight.to(wide), mode="sum", per_sample_weights=pull)
+        # A row of the weight meets the tokens that chose it: the same sum, sorted by row.
+        order = row.flatten().argsort()
+        count = torch.bincount(row.flatten(), minlength=len(weight))
+        grad_weight = F.embedding_bag(
+            order // per_token, x.flatten(0, -2).to(wide), count.cumsum(0) - count, mode="sum",
+            per_sample_weights=pull.flatten()[order],
+        )  # fmt: skip
+        grad_bias = pull.new_zeros(len(weight)).index_add_(0, row.flatten(), pull.flatten())
+        grad_x, grad_weight = grad_x.view(x.shape).to(x.dtype), grad_weight.to(weight.dtype)
+        return grad_x, grad_weight, grad_bias.to(ctx.bias_dtype), None, None

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smat.ops import convolve as module
-from smat.ops.convolve import convolve, convolve_at, window
+from smat.layers import short_convolution
+from smat.layers.short_convolution import convolve
 
 
 def definition(x, weight, bias, activation, first):
@@ -48,7 +48,9 @@ def test_outputs_and_gradients_are_those_of_the_definition(data):
         )
         first = (torch.arange(length) - back).clamp(min=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "TILE_ELEMENTS", data.draw(st.sampled_from([1, 7, 30, 1 << 18])))
+        patch.setattr(
+            short_convolution, "TILE_ELEMENTS", data.draw(st.sampled_from([1, 7, 30, 1 << 18]))
+        )
         inputs = [x, weight] if bias is None else [x, weight, bias]
         found = convolve(x, weight, bias, activation, first)
         expected = definition(x, weight, bias, activation, first)
@@ -76,15 +78,3 @@ def test_half_precision_sums_in_full(dtype):
     expected = definition(x.double(), weight.double(), None, True, None)
     assert found.dtype == dtype
     torch.testing.assert_close(found, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-4)
-
-
-@pytest.mark.parametrize("limited", [False, True])
-def test_rows_alone_are_those_of_the_whole(limited):
-    torch.manual_seed(0)
-    x = torch.randn(2, 9, 4, dtype=torch.float64)
-    weight = torch.randn(4, 3, dtype=torch.float64)
-    first = torch.tensor([[0, 0, 0, 3, 3, 3, 6, 6, 6]]) if limited else None
-    rows = torch.tensor([0, 1, 3, 8])
-    some = convolve_at(x[:, window(rows, 3)], rows, weight, activation=True, first=first)
-    whole = convolve(x, weight, None, activation=True, first=first)
-    torch.testing.assert_close(some, whole[:, rows])
