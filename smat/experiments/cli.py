@@ -16,8 +16,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from smat.experiments.display import Clock, Display
-from smat.experiments.engine import Engine, SerialEngine, run_all
+from smat.experiments.display import Display
+from smat.experiments.engine import Engine, Outcome, SerialEngine, run_all
 from smat.experiments.parallel import ProcessEngine, RayEngine
 from smat.experiments.store import ROOT, Store
 from smat.experiments.tables import EXPERIMENTS, find_experiment
@@ -94,30 +94,26 @@ def run(
     to_make = runs if again else store.unfinished(runs)
     counts = f"{len(runs)} runs, {len(runs) - len(to_make)} finished, {len(to_make)} to make"
     console.print(f"{experiment.name}, preset {preset}: {counts}", highlight=False)
-    outcomes = []
+    outcomes: list[Outcome] = []
     if to_make:
         made_by = _engine(engine, jobs, device)
-        clock = Clock(to_make, jobs or 1)
-        for finished in runs:
-            record = store.find(finished)
-            if record is not None and record.get("steps_per_second"):
-                clock.learn(finished.arm, 1 / record["steps_per_second"])
         with (
-            Display(to_make, clock, console) as display,
+            Display(to_make, console) as display,
             stop_on_signal(lambda text: display.say(text, "yellow")) as should_stop,
         ):
-            outcomes = run_all(
-                to_make, store, made_by, listener=display, should_stop=should_stop, again=again
-            )
+            for outcome in run_all(to_make, store, made_by, display.progressed, should_stop, again):
+                outcomes.append(outcome)
+                display.ended(outcome)
     from smat.report.text_tables import print_table
 
     print_table(experiment, preset, store.roots, Console(width=TABLE_WIDTH, highlight=False))
-    num_failed = sum(outcome.kind == "failed" for outcome in outcomes)
-    num_left = len(to_make) - sum(outcome.kind == "finished" for outcome in outcomes)
+    kinds = [outcome.kind for outcome in outcomes]
+    num_failed, num_left = kinds.count("failed"), len(to_make) - kinds.count("finished")
     if num_left:
         failed = f", {num_failed} failed" if num_failed else ""
-        count = f"{num_left} of {len(to_make)} runs are left{failed}; go on with:"
-        console.print(count, highlight=False)
+        console.print(
+            f"{num_left} of {len(to_make)} runs are left{failed}; go on with:", highlight=False
+        )
         # Without --again: what is finished by then is not repeated.
         words = ["smat", "run", name, "--preset", preset]
         words += ["--seeds", seeds] if seeds is not None else []
@@ -129,7 +125,7 @@ def run(
         console.print(f"  {shlex.join(words)}", soft_wrap=True, highlight=False, markup=False)
     if num_failed:
         raise typer.Exit(1)
-    if num_left and not all(outcome.kind == "busy" for outcome in outcomes):
+    if num_left and set(kinds) - {"busy"}:
         raise typer.Exit(STOPPED)
 
 
@@ -146,9 +142,8 @@ def status(
             runs = experiment.runs(preset, None)
             finished = len(runs) - len(store.unfinished(runs))
             console.print(f"{experiment.name}, {preset}: {finished} of {len(runs)}")
-    for work in store.work_in_progress():
-        if name in (None, work.run["experiment"]):
-            console.print(f"  {work.describe()}", soft_wrap=True)
+    for line in store.work_in_progress(name or "*"):
+        console.print(f"  {line}", soft_wrap=True)
 
 
 @app.command(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from smat.experiments.run import Arm, Experiment, Preset, Run, Seeds
+from smat.experiments.run import Arm, Experiment, Preset
 from smat.models import ModelConfig
 from smat.tasks import MQAR, Task
 from smat.training import TrainingConfig
@@ -35,41 +34,6 @@ SMALL = MQAR(vocab_size=128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8)
 SMALL_RECIPE = RECIPE.changed(steps=3000, batch_size=64, eval_every=250)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecallPreset(Preset):
-    """The task with its loads, and the widths of models."""
-
-    task: Task
-    widths: tuple[int, ...]
-
-
-PRESETS = {
-    "quick": RecallPreset(
-        reduced="128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 alone and with d = 2, "
-        "1,000 steps of 64 examples",
-        task=SMALL,
-        widths=(32,),
-        training=SMALL_RECIPE.changed(steps=1000),
-        arms=("mamba2", "mamba2_smat_d2"),
-    ),
-    "standard": RecallPreset(
-        reduced="128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
-        "3,000 steps of 64 examples",
-        task=SMALL,
-        widths=(32,),
-        training=SMALL_RECIPE,
-        arms=("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d3"),
-    ),
-    "paper": RecallPreset(
-        reduced="as in the paper: 32 epochs of 180,000 examples, three seeds",
-        task=MQAR(shuffle_batches=True),
-        widths=WIDTHS,
-        training=RECIPE,
-        seeds=(123, 456, 789),
-    ),
-}
-
-
 def two_layers(mixer: str, width: int, **options: Any) -> ModelConfig:
     """Return a model with heads of dimension 16.
 
@@ -88,44 +52,44 @@ def delta_options(width: int) -> dict[str, Any]:
 def recall_arms(task: Task, width: int, training: TrainingConfig) -> dict[str, Arm]:
     """Return the rows that this table and joint recall have in common."""
     balanced = training.changed(balance_weight=0.01)
-    delta = delta_options(width)
-
-    def arm(label: str, mixer: str, options: dict[str, Any]) -> Arm:
-        return Arm(label, task, two_layers(mixer, width, **options), training)
-
-    def smat(label: str, mixer: str, options: dict[str, Any], vc_dim: int) -> Arm:
-        model = two_layers(mixer, width, **options, vc_dim=vc_dim)
-        return Arm(f"{label} + SMat (d = {vc_dim})", task, model, balanced)
-
-    log_linear = arm("Gated DeltaNet, Log-Linear", "gated_deltanet_log_linear", delta)
-    return {
-        "gated_deltanet": arm("Gated DeltaNet", "gated_deltanet", delta),
-        "gated_deltanet_log_linear": log_linear,
-        "gated_deltanet_smat_d2": smat("Gated DeltaNet", "gated_deltanet_smat", delta, 2),
-        "gated_deltanet_smat_d3": smat("Gated DeltaNet", "gated_deltanet_smat", delta, 3),
-        "gated_deltanet_smat_d4": smat("Gated DeltaNet", "gated_deltanet_smat", delta, 4),
-        "mamba2": arm("Mamba-2", "mamba2", MAMBA2),
-        "mamba2_log_linear": arm("Mamba-2, Log-Linear", "mamba2_log_linear", MAMBA2),
-        "mamba2_smat_d2": smat("Mamba-2", "mamba2_smat", MAMBA2, 2),
-        "mamba2_smat_d3": smat("Mamba-2", "mamba2_smat", MAMBA2, 3),
-        "mamba2_smat_d4": smat("Mamba-2", "mamba2_smat", MAMBA2, 4),
-    }
+    rows: dict[str, Arm] = {}
+    for name, label, options in (
+        ("gated_deltanet", "Gated DeltaNet", delta_options(width)),
+        ("mamba2", "Mamba-2", MAMBA2),
+    ):
+        alone = two_layers(name, width, **options)
+        rows[name] = Arm(label, task, alone, training)
+        log_linear = two_layers(f"{name}_log_linear", width, **options)
+        rows[f"{name}_log_linear"] = Arm(f"{label}, Log-Linear", task, log_linear, training)
+        for d in (2, 3, 4):
+            model = two_layers(f"{name}_smat", width, **options, vc_dim=d)
+            rows[f"{name}_smat_d{d}"] = Arm(f"{label} + SMat (d = {d})", task, model, balanced)
+    return rows
 
 
-def runs(preset: str, seeds: Seeds = None) -> list[Run]:
-    """Return the runs of a preset."""
-    size = PRESETS[preset]
-    cells = {f"width={w}": recall_arms(size.task, w, size.training) for w in size.widths}
-    return size.runs("mqar", preset, cells, seeds)
-
-
-MQAR_TABLE = Experiment(
+MQAR_TABLE = Experiment.of_presets(
     name="mqar",
     title="Multi-query associative recall",
     published="tab:mqar-results",
-    arms={name: arm.label for name, arm in recall_arms(MQAR(), 16, RECIPE).items()},
     cells={f"width={width}": f"width {width}" for width in WIDTHS},
-    presets={name: preset.reduced for name, preset in PRESETS.items()},
-    runs=runs,
+    presets={
+        "quick": Preset(
+            "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 alone and with d = 2, "
+            "1,000 steps of 64 examples",
+            {"width=32": recall_arms(SMALL, 32, SMALL_RECIPE.changed(steps=1000))},
+            arms=("mamba2", "mamba2_smat_d2"),
+        ),
+        "standard": Preset(
+            "128 tokens, one load (T = 64, 8 pairs), width 32, Mamba-2 forms, "
+            "3,000 steps of 64 examples",
+            {"width=32": recall_arms(SMALL, 32, SMALL_RECIPE)},
+            arms=("mamba2", "mamba2_log_linear", "mamba2_smat_d2", "mamba2_smat_d3"),
+        ),
+        "paper": Preset(
+            "as in the paper: 32 epochs of 180,000 examples, three seeds",
+            {f"width={w}": recall_arms(MQAR(shuffle_batches=True), w, RECIPE) for w in WIDTHS},
+            seeds=(123, 456, 789),
+        ),
+    },
     describe=DESCRIBE,
 )
