@@ -88,21 +88,18 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """Return the newest whole checkpoint, or None, and what to tell if a newer one is damaged."""
     damage: list[str] = []
     for path in (folder / CURRENT, folder / PREVIOUS):
-        if not path.exists():
-            continue
-        try:
-            state = _read(path)
-        except CheckpointError as error:
-            damage.append(str(error))
-            continue
-        going_on = f"; going on from {path.name}, step {state['step']}"
-        return state, damage[0] + going_on if damage else None
+        if path.exists():
+            try:
+                state = _read(path)
+            except CheckpointError as error:
+                damage.append(str(error))
+            else:
+                going_on = f"; going on from {path.name}, step {state['step']}"
+                return state, damage[0] + going_on if damage else None
     if damage:
         files = " ".join(str(path) for path in _files(folder) if path.exists())
-        raise CheckpointError(
-            f"{'; '.join(damage)}; no whole checkpoint is left, so to start this run anew: "
-            f"rm {files}"
-        )
+        message = f"{'; '.join(damage)}; no whole checkpoint is left"
+        raise CheckpointError(f"{message}, so to start this run anew: rm {files}")
     return None, None
 
 
@@ -134,21 +131,6 @@ def save_weights(folder: Path, model: nn.Module) -> None:
 def load_weights(folder: Path) -> dict[str, Tensor]:
     """Read what `save_weights` wrote, for `load_state_dict`."""
     return require("safetensors.torch", extra="train").load_file(folder / WEIGHTS)
-
-
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Collect the states of the random generators that a model may draw from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put random generators back; a device that was not used before keeps its own state."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from smat.extras import require
 from smat.tasks.task import Task
-from smat.training.checkpoint import save_weights
-from smat.training.config import TrainingConfig
+from smat.training.checkpoint import explain_full_disk, save_weights
 from smat.training.fabric import make_fabric
-from smat.training.optimizer import learning_rate
-from smat.training.progress import Interrupted, Log, OnProgress, event_log, thin
-from smat.training.trainer import Trainer
+from smat.training.recipe import TrainingConfig, learning_rate
+from smat.training.trainer import Progress, Trainer
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 PROGRESS_SECONDS = 0.5
 CURVE_STEPS = 100  # points of the learning curve, evaluations apart
+OnProgress = Callable[[Progress], None]
+Log = Callable[[int, Mapping[str, float]], None]
+
+
+class Interrupted(Exception):
+    """A run was asked to stop, and has written its checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped at step {step}, which is kept" if step else "not begun")
+        self.step = step
 
 
 def train(
@@ -64,7 +73,7 @@ def train(
     trainer.curve[-1][2] = found.accuracy
     return {
         **asdict(found),
-        "curve": thin(trainer.curve),
+        "curve": trainer.curve,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "minutes": trainer.seconds / 60,
         "steps_per_second": config.steps / trainer.seconds,
@@ -118,3 +127,32 @@ def _note_point(trainer: Trainer, log: Log | None) -> None:
     trainer.loss_sum, trainer.loss_count = 0.0, 0
     if log is not None:
         log(step, values)
+
+
+@contextmanager
+def event_log(folder: Path, start_step: int) -> Iterator[Log]:
+    """Open a TensorBoard log; values of a resumed run replace those after its step.
+
+    torch's SummaryWriter writes from a thread of its own, where a full disk becomes a hang or a
+    traceback; this one writes in the thread that trains, where it is an error.
+    """
+    events = require("tensorboard.compat.proto.event_pb2", extra="train")
+    summaries = require("tensorboard.compat.proto.summary_pb2", extra="train")
+    records = require("tensorboard.summary.writer.record_writer", extra="train")
+    path = folder / f"events.out.tfevents.{time.time_ns() // 1000}.smat"
+    folder.mkdir(parents=True, exist_ok=True)
+    with explain_full_disk(path), path.open("wb") as file:
+        writer = records.RecordWriter(file)
+
+        def write(**fields: Any) -> None:
+            writer.write(events.Event(wall_time=time.time(), **fields).SerializeToString())
+            writer.flush()
+
+        def add(step: int, values: Mapping[str, float]) -> None:
+            entry = summaries.Summary.Value
+            entries = [entry(tag=tag, simple_value=number) for tag, number in values.items()]
+            write(summary=summaries.Summary(value=entries), step=step)
+
+        write(file_version="brain.Event:2")
+        write(session_log=events.SessionLog(status=events.SessionLog.START), step=start_step)
+        yield add
