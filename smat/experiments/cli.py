@@ -7,10 +7,9 @@ import shlex
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -36,13 +35,7 @@ def examples(*commands: str) -> str:
     return "\n\n".join(["Examples:", *(f"  {command}" for command in commands)])
 
 
-class EngineName(str, Enum):
-    """Where runs are made, by the names that `--engine` takes."""
-
-    local = "local"
-    ray = "ray"
-
-
+EngineName = Literal["local", "ray"]
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
 
@@ -81,9 +74,7 @@ def run(
         typer.Option(help="An arm or a cell, or a pattern as 'smat_d*'; may be repeated."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs made at the same time (1).")] = None,
-    engine: Annotated[
-        EngineName, typer.Option(help="Here, or on a Ray cluster.")
-    ] = EngineName.local,
+    engine: Annotated[EngineName, typer.Option(help="Here, or on a Ray cluster.")] = "local",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Out = ROOT,
     again: Annotated[bool, typer.Option("--again", help="Repeat finished runs too.")] = False,
@@ -111,15 +102,14 @@ def run(
     num_failed, num_left = kinds.count("failed"), len(to_make) - kinds.count("finished")
     if num_left:
         failed = f", {num_failed} failed" if num_failed else ""
-        console.print(
-            f"{num_left} of {len(to_make)} runs are left{failed}; go on with:", highlight=False
-        )
+        left = f"{num_left} of {len(to_make)} runs are left{failed}; go on with:"
+        console.print(left, highlight=False)
         # Without --again: what is finished by then is not repeated.
         words = ["smat", "run", name, "--preset", preset]
         words += ["--seeds", seeds] if seeds is not None else []
         words += [word for choice in only or () for word in ("--only", choice)]
         words += ["--jobs", str(jobs)] if jobs is not None else []
-        words += ["--engine", engine.value] if engine is not EngineName.local else []
+        words += ["--engine", engine] if engine != "local" else []
         words += ["--device", device] if device != "auto" else []
         words += ["--out", str(out)] if out != ROOT else []
         console.print(f"  {shlex.join(words)}", soft_wrap=True, highlight=False, markup=False)
@@ -170,11 +160,7 @@ def report(
 
 
 def parse_seeds(text: str | None) -> list[int] | None:
-    """Read seeds as the command line has them.
-
-    >>> parse_seeds("0,1,2"), parse_seeds(None)
-    ([0, 1, 2], None)
-    """
+    """Read seeds as the command line has them, 0,1,2."""
     try:
         return None if text is None else [int(seed) for seed in text.split(",")]
     except ValueError:
@@ -206,7 +192,7 @@ def _engine(name: EngineName, jobs: int | None, device: str) -> Engine:
     """Return an engine; what is missing is said before anything is begun."""
     for package in TRAIN_PACKAGES:
         require(package, extra="train")
-    if name is EngineName.ray:
+    if name == "ray":
         require("ray", extra="ray")
         return RayEngine(jobs, device)
     parse_device(device)  # once, and not once a run

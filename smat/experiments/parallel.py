@@ -146,8 +146,10 @@ class RayEngine:
                 for run in by_key.values()
             }
             while open_tasks:
+                if should_stop():  # told before waiting: a run that waits for word frees a core
+                    board.stop.remote()
                 ready, _ = ray.wait(list(open_tasks), timeout=POLL_SECONDS)
-                for key, progress in ray.get(board.take.remote(should_stop())):
+                for key, progress in ray.get(board.take.remote()):
                     on_progress(by_key[key], progress)
                 for task in ready:
                     run = open_tasks.pop(task)
@@ -179,10 +181,14 @@ class Board:
         """Leave word of a run."""
         self.news.append((key, progress))
 
-    def take(self, is_stopping: bool) -> list[tuple[str, Progress]]:
-        """Take what has come in, and leave word whether runs should write a checkpoint and end."""
-        news, self.news, self.is_stopping = self.news, [], is_stopping
+    def take(self) -> list[tuple[str, Progress]]:
+        """Take what has come in."""
+        news, self.news = self.news, []
         return news
+
+    def stop(self) -> None:
+        """Have every run write a checkpoint and end."""
+        self.is_stopping = True
 
     def stopping(self) -> bool:
         """Tell a run whether to stop."""
@@ -194,7 +200,6 @@ def make_remotely(run: Run, folder: Path, device: str, board: Any) -> Outcome:
     ray = require("ray", extra="ray")
     cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
     torch.set_num_threads(max(1, int(cores)))
-
     tell = partial(board.tell.remote, run.key)
     should_stop = now_and_then(lambda: ray.get(board.stopping.remote()), POLL_SECONDS)
     device = "cuda" if device.startswith("cuda") else device  # Ray shows a run one GPU
@@ -213,10 +218,8 @@ def _connected(ray: Any) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        raise ConnectionError(
-            f"the Ray cluster is lost ({_first_line(error)}); run the same command again to go on "
-            "from the last checkpoints"
-        ) from error
+        message = f"the Ray cluster is lost ({_first_line(error)}); run the same command again to "
+        raise ConnectionError(f"{message}go on from the last checkpoints") from error
     finally:
         if is_ours:
             ray.shutdown()

@@ -34,10 +34,8 @@ _adapter_of: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 
 def _with_class(config: Any, info: SerializationInfo) -> dict[str, Any]:
     """Turn a configuration, a dataclass or a pydantic one, into plain data that names its class."""
-    kind = type(config)
-    fields = _adapter_of(kind).dump_python(
-        config, mode="json", exclude_defaults=info.exclude_defaults
-    )
+    kind, defaults = type(config), info.exclude_defaults
+    fields = _adapter_of(kind).dump_python(config, mode="json", exclude_defaults=defaults)
     is_ours = kind.__module__.startswith(HOMES)
     return {"class": kind.__name__ if is_ours else f"{kind.__module__}:{kind.__name__}", **fields}
 
@@ -85,11 +83,7 @@ class Run(BaseModel):
 
 
 def _difference(old: Any, new: Any, name: str = "") -> str | None:
-    """Say where two plain configurations differ.
-
-    >>> _difference({"steps": 10, "new": 1}, {"steps": 20})
-    'steps was 10 and is 20'
-    """
+    """Say where two plain configurations differ: 'steps was 10 and is 20'."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         common = (key for key in old if key in new)
         found = (_difference(old[key], new[key], f"{name}.{key}".lstrip(".")) for key in common)
@@ -116,19 +110,6 @@ class Preset:
     seeds: tuple[int, ...] = (0,)
     arms: tuple[str, ...] = ()  # those that are run; none named: all
 
-    def runs(self, experiment: str, name: str, seeds: Seeds) -> list[Run]:
-        """List the runs of a table; `seeds` come before its own."""
-        rows = self.arms or tuple(next(iter(self.cells.values())))
-        return [
-            Run(
-                experiment=experiment, preset=name, arm=row, cell=cell.format(seed=seed), seed=seed,
-                task=arms[row].task, model=arms[row].model, training=arms[row].training,
-            )
-            for seed in (self.seeds if seeds is None else seeds)
-            for row in rows
-            for cell, arms in self.cells.items()
-        ]  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Experiment:
@@ -144,25 +125,27 @@ class Experiment:
     describe: str = ""  # what was chosen where the paper is silent, and why
 
     @classmethod
-    def of_presets(
-        cls,
-        name: str,
-        title: str,
-        published: str | None,
-        cells: Mapping[str, str],
-        presets: Mapping[str, Preset],
-        describe: str,
-    ) -> Experiment:
-        """Make an experiment whose rows are the last preset's, the paper's own."""
-        (*_, largest) = presets.values()
-        (arms, *_) = largest.cells.values()
-        labels = {row: arms[row].label for row in largest.arms or arms}
-        lines = {preset: each.reduced for preset, each in presets.items()}
+    def of_presets(cls, *, presets: Mapping[str, Preset], **fields: Any) -> Experiment:
+        """Make an experiment whose rows are those of its last preset, the paper's own."""
+        (*_, paper) = presets.values()
+        (rows, *_) = paper.cells.values()
+        arms = {arm: rows[arm].label for arm in paper.arms or rows}
+        lines = {name: preset.reduced for name, preset in presets.items()}
 
-        def runs(preset: str, seeds: Seeds) -> list[Run]:
-            return presets[preset].runs(name, preset, seeds)
+        def runs(name: str, seeds: Seeds) -> list[Run]:
+            preset = presets[name]
+            return [
+                Run(
+                    experiment=fields["name"], preset=name, arm=arm, cell=cell.format(seed=seed),
+                    seed=seed, task=rows[arm].task, model=rows[arm].model,
+                    training=rows[arm].training,
+                )
+                for seed in (preset.seeds if seeds is None else seeds)
+                for arm in preset.arms or arms
+                for cell, rows in preset.cells.items()
+            ]  # fmt: skip
 
-        return cls(name, title, published, labels, cells, lines, runs, describe)
+        return cls(arms=arms, presets=lines, runs=runs, **fields)
 
     def choose(self, preset: str, seeds: Seeds = None, only: Sequence[str] = ()) -> list[Run]:
         """List the runs of a preset; `only` names arms and cells, or patterns such as "smat_d*".
@@ -177,10 +160,9 @@ class Experiment:
         cells = list(dict.fromkeys(run.cell for run in runs))
         for pattern in only:
             if not fnmatch.filter([*arms, *cells], pattern):
-                raise ValueError(
-                    f"{self.name}, preset {preset}, has no arm or cell {pattern!r}; "
-                    f"arms: {', '.join(arms)}; cells: {', '.join(cells)}"
-                )
+                known = f"arms: {', '.join(arms)}; cells: {', '.join(cells)}"
+                message = f"{self.name}, preset {preset}, has no arm or cell {pattern!r}"
+                raise ValueError(f"{message}; {known}")
         # All arms, or cells, if no pattern is about such names.
         wanted_arms = [name for each in only for name in fnmatch.filter(arms, each)] or arms
         wanted_cells = [name for each in only for name in fnmatch.filter(cells, each)] or cells

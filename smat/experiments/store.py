@@ -121,10 +121,8 @@ def sign_folder(run: Run, folder: Path) -> None:
     path = folder / "run.json"
     difference = run.difference(json.loads(path.read_text())) if path.exists() else None
     if difference is not None:
-        raise ValueError(
-            f"{folder} holds a run with other settings ({difference}); to start anew: "
-            f"rm -r {folder}"
-        )
+        message = f"{folder} holds a run with other settings ({difference}); to start anew"
+        raise ValueError(f"{message}: rm -r {folder}")
     write_atomically(path, json.dumps(run.to_dict(), indent=1).encode())
 
 

@@ -32,7 +32,6 @@ class Interrupted(Exception):
 
     def __init__(self, step: int) -> None:
         super().__init__(f"stopped at step {step}, which is kept" if step else "not begun")
-        self.step = step
 
 
 def train(
@@ -60,15 +59,15 @@ def train(
     folder = Path(folder)
     trainer = Trainer(fabric or make_fabric(device, config.precision), model, task, config, seed)
     message = trainer.resume(folder)
+    is_first = trainer.fabric.is_global_zero
     if on_progress is not None:
         on_progress(trainer.progress(message))
     if trainer.step < config.steps:
         trainer.wrapped.train()
-        is_first = trainer.fabric.is_global_zero
         with event_log(folder, trainer.step) if is_first else nullcontext() as log:
             _take_steps(trainer, folder, log, on_progress, should_stop)
     found = trainer.evaluate("test")
-    if trainer.fabric.is_global_zero:
+    if is_first:
         save_weights(folder, trainer.model)
     trainer.curve[-1][2] = found.accuracy
     return {
@@ -114,8 +113,8 @@ def _note_point(trainer: Trainer, log: Log | None) -> None:
     evaluates = config.eval_every > 0 and step % config.eval_every == 0 and not is_last
     if not (evaluates or is_last or step % max(1, config.steps // CURVE_STEPS) == 0):
         return
-    values = {"train/loss": trainer.mean_loss() or 0.0}
-    values["train/learning_rate"] = learning_rate(step - 1, config)
+    loss = trainer.mean_loss() or 0.0
+    values = {"train/loss": loss, "train/learning_rate": learning_rate(step - 1, config)}
     if trainer.gradient_norm is not None:
         values["train/gradient_norm"] = trainer.gradient_norm.item()
     accuracy = None
@@ -123,7 +122,7 @@ def _note_point(trainer: Trainer, log: Log | None) -> None:
         found = trainer.evaluate("validation")
         accuracy = trainer.accuracy = found.accuracy
         values |= {"validation/accuracy": found.accuracy, "validation/loss": found.loss}
-    trainer.curve.append([step, values["train/loss"], accuracy])
+    trainer.curve.append([step, loss, accuracy])
     trainer.loss_sum, trainer.loss_count = 0.0, 0
     if log is not None:
         log(step, values)

@@ -84,9 +84,8 @@ class Trainer:
         self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int
     ) -> None:
         if config.batch_size % fabric.world_size:
-            raise ValueError(
-                f"a batch of {config.batch_size} does not divide over {fabric.world_size} devices"
-            )
+            count = f"a batch of {config.batch_size} does not divide over {fabric.world_size}"
+            raise ValueError(f"{count} devices")
         self.fabric, self.task, self.config, self.seed = fabric, task, config, seed
         self.model = model.to(fabric.device)
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
@@ -111,10 +110,9 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint in {folder} is of another model or optimiser; train in another "
-                f"folder, or delete this one: rm -r {folder}"
-            ) from error
+            message = f"the checkpoint in {folder} is of another model or optimiser; train in "
+            message += f"another folder, or delete this one: rm -r {folder}"
+            raise CheckpointError(message) from error
         torch.set_rng_state(state["random"]["cpu"])
         if self.is_cuda and "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"], self.fabric.device)
@@ -134,16 +132,11 @@ class Trainer:
             if self.is_cuda:
                 random["cuda"] = torch.cuda.get_rng_state(self.fabric.device)
             state = {
-                "step": self.step,
-                "seconds": self.seconds,
-                "loss_sum": self.loss_sum,
-                "loss_count": self.loss_count,
-                "curve": self.curve,
-                "accuracy": self.accuracy,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
+                "step": self.step, "seconds": self.seconds, "loss_sum": self.loss_sum,
+                "loss_count": self.loss_count, "curve": self.curve, "accuracy": self.accuracy,
+                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "random": random,
-            }
+            }  # fmt: skip
             save_checkpoint(folder, state)
 
     def train_step(self) -> None:
@@ -194,8 +187,7 @@ class Trainer:
         return Progress(self.step, self.config.steps, loss, self.accuracy, message)
 
     def evaluate(self, split: str) -> Evaluation:
-        """Score the model as it is; every device does all of it, and gets the same."""
-        # The wrapped model casts inputs and outputs as it does in training.
+        """Score the model, cast as it is in training; every device does all of it."""
         device = self.fabric.device
         return evaluate(self.wrapped, self.task, seed=self.seed, split=split, device=device)
 
@@ -208,7 +200,7 @@ class Trainer:
 
     def _non_finite_loss(self, loss: float, step: int) -> NonFiniteLossError:
         """Say where it happened, and how large the gradient of the step before was, unclipped."""
-        rate, clip = learning_rate(step, self.config), self.config.clip
+        rate = learning_rate(step, self.config)
         message = f"the loss is {loss} at step {step} (learning rate {rate:.3g})"
         gradients = {
             name: parameter.grad.abs().max().item()
@@ -216,18 +208,15 @@ class Trainer:
             if parameter.grad is not None and parameter.grad.numel()
         }
         if not gradients:
-            return NonFiniteLossError(
-                f"{message}, before any gradient: the model or its input is off"
-            )
+            message += ", before any gradient: the model or its input is off"
+            return NonFiniteLossError(message)
         # The largest, and one that is no number before all others.
         name, largest = max(gradients.items(), key=lambda item: (math.isnan(item[1]), item[1]))
-        norm = math.nan if self.gradient_norm is None else self.gradient_norm.item()
-        if clip is not None and math.isfinite(norm) and norm > clip:
-            largest *= norm / clip
-        return NonFiniteLossError(
-            f"{message}; the largest gradient of the last step was {largest:.3g}, in {name}; "
-            "try a lower learning rate, a longer warmup or a smaller clip"
-        )
+        if self.config.clip is not None and self.gradient_norm is not None:
+            largest *= max(1.0, self.gradient_norm.item() / self.config.clip)
+        advice = "try a lower learning rate, a longer warmup or a smaller clip"
+        message += f"; the largest gradient of the last step was {largest:.3g}, in {name}; {advice}"
+        return NonFiniteLossError(message)
 
     def _seed(self) -> None:
         rank = self.fabric.global_rank
