@@ -122,7 +122,6 @@ class SerialEngine:
     def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """Be an `Engine`."""
         for run in runs:
             if should_stop():
                 return

@@ -60,7 +60,6 @@ class ProcessEngine:
     def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """Be an `Engine`."""
         waiting, free, is_stopping = iter(runs), self._devices(), False
         jobs: list[Job] = []
         try:
@@ -135,7 +134,6 @@ class RayEngine:
     def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """Be an `Engine`."""
         ray = require("ray", extra="ray")
         by_key = {run.key: run for run in runs}
         with _connected(ray):
@@ -178,20 +176,16 @@ class Board:
         self.is_stopping = False
 
     def tell(self, key: str, progress: Progress) -> None:
-        """Leave word of a run."""
         self.news.append((key, progress))
 
     def take(self) -> list[tuple[str, Progress]]:
-        """Take what has come in."""
         news, self.news = self.news, []
         return news
 
     def stop(self) -> None:
-        """Have every run write a checkpoint and end."""
         self.is_stopping = True
 
     def stopping(self) -> bool:
-        """Tell a run whether to stop."""
         return self.is_stopping
 
 

@@ -18,13 +18,9 @@ convolution 4, AdamW at 1e-3, weight decay 0.1, batch 32, 10,000 steps, 64 pairs
 and noise of 256 tokens each."""
 
 RECIPE = TrainingConfig(
-    steps=10_000,
-    batch_size=32,
-    learning_rate=1e-3,
-    optimizer="adamw",
-    weight_decay=0.1,
+    steps=10_000, batch_size=32, learning_rate=1e-3, optimizer="adamw", weight_decay=0.1,
     schedule="cosine",
-)
+)  # fmt: skip
 SMALL_RECIPE = RECIPE.changed(learning_rate=2e-3, eval_every=250)
 # Boundaries by the names of the models' `boundary` option, which are the names of the arms too.
 LABELS = {
@@ -49,13 +45,12 @@ STANDARD = LengthRecall(
 def cells(task: LengthRecall, training: TrainingConfig) -> dict[str, dict[str, Arm]]:
     """Return one column: each run fills all cells of its row."""
     options = {"num_heads": 4, "vc_dim": 2, "decay_gate": True, "conv_size": 4}
-    models = {
-        name: ModelConfig(
-            mixer="smat_schedule", width=64, num_layers=2, options=options | {"boundary": name}
-        )
-        for name in LABELS
-    }
-    return {"all": {name: Arm(LABELS[name], task, models[name], training) for name in LABELS}}
+    rows: dict[str, Arm] = {}
+    for name, label in LABELS.items():
+        chosen = options | {"boundary": name}
+        model = ModelConfig(mixer="smat_schedule", width=64, num_layers=2, options=chosen)
+        rows[name] = Arm(label, task, model, training)
+    return {"all": rows}
 
 
 LENGTH_GENERALIZATION = Experiment.of_presets(

@@ -23,23 +23,15 @@ WIDTHS = (16, 32, 64)
 DELTA_HEADS = {16: 1, 32: 2, 64: 2}  # heads of dimension 16 of Gated DeltaNet, by width
 MAMBA2: dict[str, Any] = {"state_dim": 16, "expand": 2}
 RECIPE = TrainingConfig(
-    steps=32 * MQAR().steps_per_epoch(256),
-    batch_size=256,
-    learning_rate=1e-2,
-    optimizer="adamw",
-    weight_decay=0.1,
-    schedule="cosine",
-)
+    steps=32 * MQAR().steps_per_epoch(256), batch_size=256, learning_rate=1e-2, optimizer="adamw",
+    weight_decay=0.1, schedule="cosine",
+)  # fmt: skip
 SMALL = MQAR(vocab_size=128, train_loads=((64, 8, 64_000),), eval_loads=((64, 8),), num_eval=500)
 SMALL_RECIPE = RECIPE.changed(steps=3000, batch_size=64, eval_every=250)
 
 
 def two_layers(mixer: str, width: int, **options: Any) -> ModelConfig:
-    """Return a model with heads of dimension 16.
-
-    >>> two_layers("mamba2_smat", 32, vc_dim=3, **MAMBA2).options["vc_dim"]
-    3
-    """
+    """Return a model with heads of dimension 16."""
     options = {"head_dim": 16, **options}
     return ModelConfig(mixer=mixer, width=width, num_layers=2, options=options, tied=True)
 
@@ -57,8 +49,7 @@ def recall_arms(task: Task, width: int, training: TrainingConfig) -> dict[str, A
         ("gated_deltanet", "Gated DeltaNet", delta_options(width)),
         ("mamba2", "Mamba-2", MAMBA2),
     ):
-        alone = two_layers(name, width, **options)
-        rows[name] = Arm(label, task, alone, training)
+        rows[name] = Arm(label, task, two_layers(name, width, **options), training)
         log_linear = two_layers(f"{name}_log_linear", width, **options)
         rows[f"{name}_log_linear"] = Arm(f"{label}, Log-Linear", task, log_linear, training)
         for d in (2, 3, 4):

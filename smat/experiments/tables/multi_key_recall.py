@@ -26,13 +26,9 @@ bf16 brings no speed on a CPU."""
 
 NUM_KEYS = (1, 2, 3)
 RECIPE = TrainingConfig(
-    steps=12_000,
-    batch_size=32,
-    learning_rate=3e-4,
-    optimizer="adamw",
-    weight_decay=0.1,
+    steps=12_000, batch_size=32, learning_rate=3e-4, optimizer="adamw", weight_decay=0.1,
     eval_every=2000,
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,18 +113,13 @@ def sweep_cells(size: Size) -> dict[str, dict[str, Arm]]:
     """Return other schedules of softmax, scaled as the preset scales its own; a column a seed."""
     columns: dict[str, dict[str, Arm]] = {}
     for cell, arms in cells(size).items():
-        softmax = arms["softmax"]
-        columns[f"{cell},seed={{seed}}"] = {
-            name: replace(
-                softmax,
-                label=label,
-                training=softmax.training.changed(
-                    warmup_steps=warmup * size.training.steps // RECIPE.steps,
-                    learning_rate=rate * size.training.learning_rate / RECIPE.learning_rate,
-                ),
+        column = columns[f"{cell},seed={{seed}}"] = {}
+        for name, label, warmup, rate in SWEEP:
+            training = size.training.changed(
+                warmup_steps=warmup * size.training.steps // RECIPE.steps,
+                learning_rate=rate * size.training.learning_rate / RECIPE.learning_rate,
             )
-            for name, label, warmup, rate in SWEEP
-        }
+            column[name] = replace(arms["softmax"], label=label, training=training)
     return columns
 
 
