@@ -50,9 +50,7 @@ def train(
 
     Returns accuracy and by_cell (in %), loss, curve, parameters, minutes and steps_per_second. The
     folder gets weights.safetensors and a TensorBoard log. A run that was killed and is started
-    again with the same arguments ends in the same weights: bit for bit on a CPU, with as many
-    threads as before.
-
+    again with the same arguments ends in the same weights, bit for bit on as many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
     A `fabric` brings another strategy or several devices, each of which takes some of a batch.
     """
