@@ -1,4 +1,4 @@
-"""The commands about experiments: list, run, status and report."""
+"""The commands about experiments, list, run, status and report, and progress on the terminal."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import contextlib
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from enum import Enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, SpinnerColumn, TaskID
+from rich.progress import Progress as Bars
 from rich.table import Table
 
-from smat.experiments.display import Clock, Display
-from smat.experiments.engine import Engine, SerialEngine, run_all
+from smat.experiments.engine import Engine, Outcome, SerialEngine, run_all
 from smat.experiments.parallel import ProcessEngine, RayEngine
+from smat.experiments.run import Run
 from smat.experiments.store import ROOT, Store
 from smat.experiments.tables import EXPERIMENTS, find_experiment
 from smat.extras import require
+from smat.training import Progress
 from smat.training.fabric import parse_device
 
 app = typer.Typer()
@@ -36,13 +41,7 @@ def examples(*commands: str) -> str:
     return "\n\n".join(["Examples:", *(f"  {command}" for command in commands)])
 
 
-class EngineName(str, Enum):
-    """Where runs are made, by the names that `--engine` takes."""
-
-    local = "local"
-    ray = "ray"
-
-
+EngineName = Literal["local", "ray"]
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
 
@@ -81,9 +80,7 @@ def run(
         typer.Option(help="An arm or a cell, or a pattern as 'smat_d*'; may be repeated."),
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs made at the same time (1).")] = None,
-    engine: Annotated[
-        EngineName, typer.Option(help="Here, or on a Ray cluster.")
-    ] = EngineName.local,
+    engine: Annotated[EngineName, typer.Option(help="Here, or on a Ray cluster.")] = "local",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     out: Out = ROOT,
     again: Annotated[bool, typer.Option("--again", help="Repeat finished runs too.")] = False,
@@ -94,42 +91,37 @@ def run(
     to_make = runs if again else store.unfinished(runs)
     counts = f"{len(runs)} runs, {len(runs) - len(to_make)} finished, {len(to_make)} to make"
     console.print(f"{experiment.name}, preset {preset}: {counts}", highlight=False)
-    outcomes = []
+    outcomes: list[Outcome] = []
     if to_make:
         made_by = _engine(engine, jobs, device)
-        clock = Clock(to_make, jobs or 1)
-        for finished in runs:
-            record = store.find(finished)
-            if record is not None and record.get("steps_per_second"):
-                clock.learn(finished.arm, 1 / record["steps_per_second"])
         with (
-            Display(to_make, clock, console) as display,
+            Display(to_make, console) as display,
             stop_on_signal(lambda text: display.say(text, "yellow")) as should_stop,
         ):
-            outcomes = run_all(
-                to_make, store, made_by, listener=display, should_stop=should_stop, again=again
-            )
+            for outcome in run_all(to_make, store, made_by, display.progressed, should_stop, again):
+                outcomes.append(outcome)
+                display.ended(outcome)
     from smat.report.page import print_table
 
     print_table(experiment, preset, store.roots, Console(width=TABLE_WIDTH, highlight=False))
-    num_failed = sum(outcome.kind == "failed" for outcome in outcomes)
-    num_left = len(to_make) - sum(outcome.kind == "finished" for outcome in outcomes)
+    kinds = [outcome.kind for outcome in outcomes]
+    num_failed, num_left = kinds.count("failed"), len(to_make) - kinds.count("finished")
     if num_left:
         failed = f", {num_failed} failed" if num_failed else ""
-        count = f"{num_left} of {len(to_make)} runs are left{failed}; go on with:"
-        console.print(count, highlight=False)
+        left = f"{num_left} of {len(to_make)} runs are left{failed}; go on with:"
+        console.print(left, highlight=False)
         # Without --again: what is finished by then is not repeated.
         words = ["smat", "run", name, "--preset", preset]
         words += ["--seeds", seeds] if seeds is not None else []
         words += [word for choice in only or () for word in ("--only", choice)]
         words += ["--jobs", str(jobs)] if jobs is not None else []
-        words += ["--engine", engine.value] if engine is not EngineName.local else []
+        words += ["--engine", engine] if engine != "local" else []
         words += ["--device", device] if device != "auto" else []
         words += ["--out", str(out)] if out != ROOT else []
         console.print(f"  {shlex.join(words)}", soft_wrap=True, highlight=False, markup=False)
     if num_failed:
         raise typer.Exit(1)
-    if num_left and not all(outcome.kind == "busy" for outcome in outcomes):
+    if num_left and set(kinds) - {"busy"}:
         raise typer.Exit(STOPPED)
 
 
@@ -139,16 +131,14 @@ def status(
     out: Out = ROOT,
 ) -> None:
     """Show what is finished, what is at work and what was interrupted."""
-    store = Store(out)
-    console = Console(width=TABLE_WIDTH, highlight=False)
+    store, console = Store(out), Console(width=TABLE_WIDTH, highlight=False)
     for experiment in EXPERIMENTS.values() if name is None else [find_experiment(name)]:
         for preset in experiment.presets:
             runs = experiment.runs(preset, None)
             finished = len(runs) - len(store.unfinished(runs))
             console.print(f"{experiment.name}, {preset}: {finished} of {len(runs)}")
-    for work in store.work_in_progress():
-        if name in (None, work.run["experiment"]):
-            console.print(f"  {work.describe()}", soft_wrap=True)
+    for line in store.work_in_progress(name or "*"):
+        console.print(f"  {line}", soft_wrap=True)
 
 
 @app.command(
@@ -174,12 +164,86 @@ def report(
     typer.echo(f"Report: {write_report(out, Store(out).roots)}")
 
 
-def parse_seeds(text: str | None) -> list[int] | None:
-    """Read seeds as the command line has them.
+class Display:
+    """Shows the bars, and a line for each run that ends."""
 
-    >>> parse_seeds("0,1,2"), parse_seeds(None)
-    ([0, 1, 2], None)
-    """
+    def __init__(self, runs: Sequence[Run], console: Console) -> None:
+        self.num_runs, self.num_finished = len(runs), 0
+        self.steps_left = {run.key: run.training.steps for run in runs}
+        self.num_steps = sum(self.steps_left.values())
+        self.steps_made = 0  # by this command, and not before an interruption
+        self.start = time.monotonic()
+        self.rows: dict[str, TaskID] = {}
+        self.bars = Bars(
+            SpinnerColumn(), "{task.description}", BarColumn(), "{task.percentage:>3.0f} %",
+            "{task.fields[note]}", console=console, transient=True, refresh_per_second=2,
+        )  # fmt: skip
+        self.table = self.bars.add_task("", total=self.num_steps, note="")
+        self._move_table()
+
+    def __enter__(self) -> Display:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def progressed(self, run: Run, progress: Progress) -> None:
+        """Move the bars."""
+        if progress.message:
+            self.say(f"{run.name}: {progress.message}", "yellow")
+        left = progress.steps - progress.step
+        if run.key in self.rows:
+            self.steps_made += self.steps_left[run.key] - left
+        else:
+            self.rows[run.key] = self.bars.add_task(run.name, total=progress.steps, note="")
+        self.steps_left[run.key] = left
+        loss = None if progress.loss is None else f"loss {progress.loss:.4g}"
+        score = None if progress.accuracy is None else f"{progress.accuracy:.1f} %"
+        note = ", ".join(filter(None, [loss, score]))
+        self.bars.update(self.rows[run.key], completed=progress.step, note=note)
+        self._move_table()
+
+    def ended(self, outcome: Outcome) -> None:
+        """Say what became of a run."""
+        run, record = outcome.run, outcome.record
+        left = self.steps_left.pop(run.key)
+        if run.key in self.rows:
+            self.bars.remove_task(self.rows.pop(run.key))
+        if record is None:
+            style = "red" if outcome.kind == "failed" else "yellow"
+            self.say(f"{outcome.kind}: {run.name}: {outcome.message}", style)
+        else:
+            self.num_finished += 1
+            self.steps_made += left
+            minutes = record["minutes"]
+            taken = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
+            result = f"{run.name}: {record['accuracy']:.1f} % in {taken}"
+            line = f"{self.num_finished}/{self.num_runs}  {result}"
+            self.say(f"{line}, {self.left_text()}" if self.left_text() else line)
+        self._move_table()
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print a line above the bars, never broken into two."""
+        self.bars.console.print(escape(text), style=style, highlight=False, soft_wrap=True)
+
+    def left_text(self) -> str:
+        """Guess the time until the last run ends, from the steps made so far: '1:02:05 left'."""
+        num_left = sum(self.steps_left.values())
+        if not self.steps_made or not num_left:
+            return ""
+        seconds = (time.monotonic() - self.start) / self.steps_made * num_left
+        return f"{timedelta(seconds=max(1, round(seconds)))} left"
+
+    def _move_table(self) -> None:
+        heading = f"[bold]{self.num_finished} of {self.num_runs} runs"
+        completed = self.num_steps - sum(self.steps_left.values())
+        note = self.left_text()
+        self.bars.update(self.table, description=heading, completed=completed, note=note)
+
+
+def parse_seeds(text: str | None) -> list[int] | None:
+    """Read seeds as the command line has them, 0,1,2."""
     try:
         return None if text is None else [int(seed) for seed in text.split(",")]
     except ValueError:
@@ -211,7 +275,7 @@ def _engine(name: EngineName, jobs: int | None, device: str) -> Engine:
     """Return an engine; what is missing is said before anything is begun."""
     for package in TRAIN_PACKAGES:
         require(package, extra="train")
-    if name is EngineName.ray:
+    if name == "ray":
         require("ray", extra="ray")
         return RayEngine(jobs, device)
     parse_device(device)  # once, and not once a run

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -38,70 +39,63 @@ class Outcome:
     is_fatal: bool = False  # the next run would fail in the same way
 
 
-class Engine(Protocol):
-    """Makes runs somewhere."""
-
-    def make(
-        self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
-    ) -> Iterator[Outcome]:
-        """Make the runs in their folders and yield what becomes of each, in the order of ending.
-
-        Once `should_stop` says so, no run is begun and those at work keep what they have.
-        """
-
-
-class Listener(Protocol):
-    """Is told what happens."""
-
-    def progressed(self, run: Run, progress: Progress) -> None:
-        """A run has come further."""
-
-    def ended(self, outcome: Outcome) -> None:
-        """A run has ended, one way or another."""
+# Makes runs in their folders and yields what becomes of each, in the order of ending; once told to
+# stop, it begins no run, and those at work keep what they have.
+Engine = Callable[[Iterable[Run], Store, OnProgress, ShouldStop], Iterator[Outcome]]
 
 
 def run_all(
-    runs: Sequence[Run],
+    runs: Iterable[Run],
     store: Store,
     engine: Engine,
-    *,
-    listener: Listener,
+    on_progress: OnProgress,
     should_stop: ShouldStop,
     again: bool = False,
-) -> list[Outcome]:
+) -> Iterator[Outcome]:
     """Make the runs that are not finished, or all of them `again`, and write their records.
 
     A run that fails does not keep the others from being made, unless they would fail alike.
     """
-    outcomes: list[Outcome] = []
+    is_fatal = False
 
     def stops() -> bool:
-        return should_stop() or any(outcome.is_fatal for outcome in outcomes)
+        return is_fatal or should_stop()
 
     # Looked up again for each: another command may have finished it meanwhile.
     waiting = (run for run in runs if again or store.find(run) is None)
-    for outcome in engine.make(waiting, store, listener.progressed, stops):
+    for outcome in engine(waiting, store, on_progress, stops):
         if outcome.record is not None:
             try:
                 store.write(outcome.run, outcome.record)
                 remove_checkpoints(store.folder(outcome.run))  # only now of no more use
             except OSError as error:
                 outcome = Outcome(outcome.run, "failed", message=str(error), is_fatal=True)
-        outcomes.append(outcome)
-        listener.ended(outcome)
-    return outcomes
+        is_fatal |= outcome.is_fatal
+        yield outcome
 
 
 def attempt(
     run: Run,
     folder: Path,
-    device: str = "auto",
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: ShouldStop | None = None,
+    device: str,
+    on_progress: Callable[[Progress], None],
+    should_stop: ShouldStop,
 ) -> Outcome:
     """Make a run in this process, or go on with it; whatever goes wrong becomes one line."""
+    keep_freed_memory()
     try:
-        return Outcome(run, "finished", execute(run, folder, device, on_progress, should_stop))
+        if should_stop():
+            raise Interrupted(0)
+        with claim(folder):
+            sign_folder(run, folder)
+            # Before the model, whose building may take products that bf16 must be guarded in.
+            fabric = make_fabric(device, run.training.precision)
+            torch.manual_seed(seed_of("model", run.seed))
+            result = train(
+                run.model.build(run.task), run.task, run.training, folder, seed=run.seed,
+                on_progress=on_progress, should_stop=should_stop, fabric=fabric,
+            )  # fmt: skip
+            return Outcome(run, "finished", make_record(run, result, str(fabric.device)))
     except Interrupted as stop:
         return Outcome(run, "stopped", message=str(stop))
     except BusyError as error:
@@ -119,46 +113,19 @@ def attempt(
         return Outcome(run, "failed", message=message)
 
 
-def execute(
-    run: Run,
-    folder: Path,
-    device: str = "auto",
-    on_progress: Callable[[Progress], None] | None = None,
-    should_stop: ShouldStop | None = None,
-) -> dict[str, Any]:
-    """Train a run's model in its folder and return the record."""
-    keep_freed_memory()
-    if should_stop is not None and should_stop():
-        raise Interrupted(0)
-    with claim(folder):
-        sign_folder(run, folder)
-        # Before the model, whose building may already take products that bf16 must be guarded in.
-        fabric = make_fabric(device, run.training.precision)
-        torch.manual_seed(seed_of("model", run.seed))
-        result = train(
-            run.model.build(run.task), run.task, run.training, folder, seed=run.seed,
-            on_progress=on_progress, should_stop=should_stop, fabric=fabric,
-        )  # fmt: skip
-        return make_record(run, result, str(fabric.device))
-
-
 @dataclass
 class SerialEngine:
     """One run after another, in this process."""
 
     device: str = "auto"
 
-    def make(
+    def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """See `Engine`."""
         for run in runs:
             if should_stop():
                 return
-
-            def tell(progress: Progress, run: Run = run) -> None:
-                on_progress(run, progress)
-
+            tell = partial(on_progress, run)
             yield attempt(run, store.folder(run), self.device, tell, should_stop)
 
 
@@ -169,13 +136,12 @@ def now_and_then(ask: Callable[[], bool], seconds: float) -> Callable[[], bool]:
     >>> ask(), ask()
     (False, False)
     """
-    last = -seconds
-    answer = False
+    next_time, answer = 0.0, False
 
     def asked() -> bool:
-        nonlocal last, answer
-        if not answer and time.monotonic() - last >= seconds:
-            last, answer = time.monotonic(), ask()
+        nonlocal next_time, answer
+        if not answer and time.monotonic() >= next_time:
+            answer, next_time = ask(), time.monotonic() + seconds
         return answer
 
     return asked

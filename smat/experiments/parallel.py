@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,134 +25,100 @@ from smat.machine import num_cores
 from smat.training import Progress
 
 ASK_SECONDS = 0.1  # how often a process asks whether to stop
-END_SECONDS = 10.0  # how long an idle process may take to end
+END_SECONDS = 10.0  # how long a process may take to end after its run
 POLL_SECONDS = 0.5  # how often a cluster is asked
 RETRIES = 2  # a run whose node is lost goes on from its checkpoint elsewhere
 
 
+class Job(NamedTuple):
+    """A run and the process that makes it."""
+
+    run: Run
+    device: str
+    process: BaseProcess
+    pipe: Connection
+
+    def receive(self) -> Progress | Outcome:
+        """Take what the process has to say; if it died, say so."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join()
+        code = self.process.exitcode or 0
+        how = signal.Signals(-code).name if code < 0 else f"status {code}"
+        message = f"its process ended with {how}; run the same command again to go on from its "
+        return Outcome(self.run, "failed", message=f"{message}last checkpoint")
+
+
 @dataclass
 class ProcessEngine:
-    """Several processes, each making one run after another with an even number of the cores."""
+    """A process for each run, several at a time, each with an even number of the cores."""
 
     num_processes: int
     device: str = "auto"
 
-    def make(
+    def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """See `smat.experiments.engine.Engine`."""
-        waiting, workers = iter(runs), self._workers()
+        waiting, free, is_stopping = iter(runs), self._devices(), False
+        jobs: list[Job] = []
         try:
             while True:
-                for worker in workers:
-                    if worker.run is None and not should_stop():
-                        worker.begin(next(waiting, None), store)
-                busy = [worker for worker in workers if worker.run is not None]
-                if not busy:
+                while free and not should_stop() and (run := next(waiting, None)) is not None:
+                    jobs.append(self._start(run, store.folder(run), free.pop(0)))
+                if not jobs:
                     return
-                if should_stop():
-                    for worker in busy:
-                        worker.stop()
-                ready = wait([worker.pipe for worker in busy], timeout=ASK_SECONDS)
-                for worker in (worker for worker in busy if worker.pipe in ready):
-                    run, message = worker.receive()
+                if should_stop() and not is_stopping:
+                    is_stopping = True
+                    for job in jobs:
+                        with contextlib.suppress(OSError):
+                            job.pipe.send("stop")
+                ready = wait([job.pipe for job in jobs], timeout=ASK_SECONDS)
+                for job in [job for job in jobs if job.pipe in ready]:
+                    message = job.receive()
                     if isinstance(message, Outcome):
+                        jobs.remove(job)
+                        job.process.join(END_SECONDS)
+                        free.append(job.device)
                         yield message
                     else:
-                        on_progress(run, message)
+                        on_progress(job.run, message)
         finally:
-            for worker in workers:
-                worker.end()
+            for job in jobs:
+                job.process.kill()  # its last checkpoint is whole
+                job.process.join()
 
-    def _workers(self) -> list[Worker]:
-        """Divide the cores, unless the environment has decided, and spread over the GPUs."""
-        num_threads = max(1, num_cores() // self.num_processes)
-        threads = None if "OMP_NUM_THREADS" in os.environ else num_threads
+    def _devices(self) -> list[str]:
+        """Spread the processes over the GPUs."""
         devices = [self.device]
         if self.device in ("auto", "cuda") and torch.cuda.is_available():
             devices = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-        return [Worker(threads, devices[i % len(devices)]) for i in range(self.num_processes)]
+        return [devices[i % len(devices)] for i in range(self.num_processes)]
+
+    def _start(self, run: Run, folder: Path, device: str) -> Job:
+        """Start a process; the cores are divided, unless the environment has decided."""
+        num_threads = max(1, num_cores() // self.num_processes)
+        threads = None if "OMP_NUM_THREADS" in os.environ else num_threads
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        arguments = (theirs, run, folder, device, threads)
+        process = context.Process(target=make_in_process, args=arguments, daemon=True)
+        process.start()
+        theirs.close()  # so that the end of the process is the end of the pipe
+        return Job(run, device, process, ours)
 
 
-@dataclass
-class Worker:
-    """A process of ours, started when there is something to do, and again if it dies."""
-
-    num_threads: int | None
-    device: str
-    run: Run | None = None
-    process: BaseProcess | None = None
-    pipe: Connection = field(init=False, repr=False)
-    is_stopping: bool = False
-
-    def begin(self, run: Run | None, store: Store) -> None:
-        """Let the process make a run, if there is one left."""
-        if run is None:
-            return
-        if self.process is None:
-            context = multiprocessing.get_context("spawn")
-            self.pipe, theirs = context.Pipe()
-            arguments = (theirs, self.num_threads, self.device)
-            self.process = context.Process(target=serve, args=arguments, daemon=True)
-            self.process.start()
-            theirs.close()  # so that the end of the process is the end of the pipe
-        self.run = run
-        self.pipe.send((run, store.folder(run)))
-
-    def stop(self) -> None:
-        """Ask the run to write a checkpoint and end."""
-        if not self.is_stopping:
-            self.is_stopping = True
-            with contextlib.suppress(OSError):
-                self.pipe.send(None)
-
-    def receive(self) -> tuple[Run, Progress | Outcome]:
-        """Take what the process has to say of its run; if it died, say so."""
-        run = self.run
-        assert run is not None
-        try:
-            message = self.pipe.recv()
-        except (EOFError, OSError):
-            message = self._death(run)
-        if isinstance(message, Outcome):
-            self.run = None
-        return run, message
-
-    def end(self) -> None:
-        """End the process, at once if it is still at work: its last checkpoint is whole."""
-        if self.process is None:
-            return
-        if self.run is not None:
-            self.process.kill()
-        self.pipe.close()
-        self.process.join(END_SECONDS)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self.process = None
-
-    def _death(self, run: Run) -> Outcome:
-        assert self.process is not None
-        self.process.join()
-        code = self.process.exitcode or 0
-        how = signal.Signals(-code).name if code < 0 else f"status {code}"
-        self.pipe.close()
-        self.process = None
-        message = f"its process ended with {how}; run the same command again to go on from "
-        return Outcome(run, "failed", message=f"{message}its last checkpoint")
-
-
-def serve(pipe: Connection, num_threads: int | None, device: str) -> None:
-    """Make the runs that come through a pipe, until it says None or its other end is gone."""
+def make_in_process(
+    pipe: Connection, run: Run, folder: Path, device: str, num_threads: int | None
+) -> None:
+    """Make a run, until a word comes through the pipe or its other end is gone."""
     # Ctrl-C reaches every process of a terminal; the one that started us asks us to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if num_threads is not None:
         torch.set_num_threads(num_threads)
-    with contextlib.suppress(EOFError, OSError), one_line_warnings():
-        while (job := pipe.recv()) is not None:
-            run, folder = job
-            should_stop = now_and_then(pipe.poll, ASK_SECONDS)
-            pipe.send(attempt(run, folder, device, pipe.send, should_stop))
+    with contextlib.suppress(OSError), one_line_warnings():
+        should_stop = now_and_then(pipe.poll, ASK_SECONDS)
+        pipe.send(attempt(run, folder, device, pipe.send, should_stop))
 
 
 @dataclass
@@ -164,10 +131,9 @@ class RayEngine:
     num_parallel: int | None = None
     device: str = "auto"
 
-    def make(
+    def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
     ) -> Iterator[Outcome]:
-        """See `smat.experiments.engine.Engine`."""
         ray = require("ray", extra="ray")
         by_key = {run.key: run for run in runs}
         with _connected(ray):
@@ -178,10 +144,8 @@ class RayEngine:
                 for run in by_key.values()
             }
             while open_tasks:
-                if (
-                    should_stop()
-                ):  # told before waiting: a run that waits for an answer frees a core
-                    board.ask_to_stop.remote()
+                if should_stop():  # told before waiting: a run that waits for word frees a core
+                    board.stop.remote()
                 ready, _ = ray.wait(list(open_tasks), timeout=POLL_SECONDS)
                 for key, progress in ray.get(board.take.remote()):
                     on_progress(by_key[key], progress)
@@ -212,20 +176,16 @@ class Board:
         self.is_stopping = False
 
     def tell(self, key: str, progress: Progress) -> None:
-        """Leave word of a run."""
         self.news.append((key, progress))
 
     def take(self) -> list[tuple[str, Progress]]:
-        """Take what has come in."""
         news, self.news = self.news, []
         return news
 
-    def ask_to_stop(self) -> None:
-        """Have every run write a checkpoint and end."""
+    def stop(self) -> None:
         self.is_stopping = True
 
     def stopping(self) -> bool:
-        """Tell a run whether to stop."""
         return self.is_stopping
 
 
@@ -234,15 +194,10 @@ def make_remotely(run: Run, folder: Path, device: str, board: Any) -> Outcome:
     ray = require("ray", extra="ray")
     cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
     torch.set_num_threads(max(1, int(cores)))
-
-    def tell(progress: Progress) -> None:
-        board.tell.remote(run.key, progress)
-
-    def ask() -> bool:
-        return bool(ray.get(board.stopping.remote()))
-
+    tell = partial(board.tell.remote, run.key)
+    should_stop = now_and_then(lambda: ray.get(board.stopping.remote()), POLL_SECONDS)
     device = "cuda" if device.startswith("cuda") else device  # Ray shows a run one GPU
-    return attempt(run, folder, device, tell, now_and_then(ask, POLL_SECONDS))
+    return attempt(run, folder, device, tell, should_stop)
 
 
 @contextlib.contextmanager
@@ -257,10 +212,8 @@ def _connected(ray: Any) -> Iterator[None]:
     try:
         yield
     except ray.exceptions.RayError as error:
-        raise ConnectionError(
-            f"the Ray cluster is lost ({_first_line(error)}); run the same command again to go on "
-            "from the last checkpoints"
-        ) from error
+        message = f"the Ray cluster is lost ({_first_line(error)}); run the same command again to "
+        raise ConnectionError(f"{message}go on from the last checkpoints") from error
     finally:
         if is_ours:
             ray.shutdown()

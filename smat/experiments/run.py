@@ -8,17 +8,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, PlainValidator, TypeAdapter
-from pydantic import SerializationInfo as Info
+from pydantic import BaseModel, ConfigDict, PlainSerializer, SerializationInfo, TypeAdapter
+from pydantic import SkipValidation as Unchecked
 from torch import nn
 
 from smat.tasks.task import Task
 from smat.training import TrainingConfig
 
-HOMES = ("smat.tasks", "smat.models")  # configurations that need no module in their name
+HOMES = ("smat.tasks.", "smat.models.")  # configurations that need no module in their name
 CHANGES_NOTHING = {"training": {"checkpoint_seconds"}}
 Seeds = Sequence[int] | None
 
@@ -30,64 +29,29 @@ class BuildsModel(Protocol):
         """Build the model for a task, with freshly drawn weights."""
 
 
-def name_of(kind: type) -> str:
-    """Name a class so that `find_class` finds it: briefly if it is one of the package's.
-
-    >>> from smat.tasks import MQAR
-    >>> name_of(MQAR)
-    'MQAR'
-    """
-    is_ours = any(getattr(import_module(home), kind.__name__, None) is kind for home in HOMES)
-    return kind.__name__ if is_ours else f"{kind.__module__}:{kind.__name__}"
-
-
-def find_class(name: str) -> type:
-    """Find a task's or a model's configuration by its name, or by "module:Name" for one's own."""
-    home, _, short = name.rpartition(":")
-    try:
-        modules = [import_module(each) for each in ([home] if home else HOMES)]
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{name!r} cannot be found: {error}") from error
-    found = next((getattr(each, short) for each in modules if hasattr(each, short)), None)
-    if not isinstance(found, type):
-        raise ValueError(f"there is no task or model configuration {name!r}")
-    return found
-
-
 _adapter_of: Callable[[type], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
-def _with_class(config: Any, info: Info) -> dict[str, Any]:
+def _with_class(config: Any, info: SerializationInfo) -> dict[str, Any]:
     """Turn a configuration, a dataclass or a pydantic one, into plain data that names its class."""
-    adapter = _adapter_of(type(config))
-    fields = adapter.dump_python(config, mode="json", exclude_defaults=info.exclude_defaults)
-    return {"class": name_of(type(config)), **fields}
-
-
-def _of_class(config: Any) -> Any:
-    """Rebuild a configuration from plain data; an unknown field raises."""
-    if not isinstance(config, Mapping):
-        return config
-    fields = dict(config)
-    kind = find_class(fields.pop("class"))
-    try:
-        return kind(**fields)
-    except TypeError as error:  # how a dataclass refuses a field
-        raise ValueError(str(error)) from error
+    kind, defaults = type(config), info.exclude_defaults
+    fields = _adapter_of(kind).dump_python(config, mode="json", exclude_defaults=defaults)
+    is_ours = kind.__module__.startswith(HOMES)
+    return {"class": kind.__name__ if is_ours else f"{kind.__module__}:{kind.__name__}", **fields}
 
 
 class Run(BaseModel):
     """One training run: a cell of a table, for one seed."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     experiment: str  # the table, such as "subset-routing"
     preset: str  # how much of the paper's settings it keeps: "quick", "standard" or "paper"
     arm: str  # the row of the table, a model
     cell: str  # the column, a load
     seed: int  # of weights, training batches and held-out examples
-    task: Annotated[Task, PlainValidator(_of_class), PlainSerializer(_with_class)]
-    model: Annotated[BuildsModel, PlainValidator(_of_class), PlainSerializer(_with_class)]
+    task: Annotated[Unchecked[Task], PlainSerializer(_with_class)]
+    model: Annotated[Unchecked[BuildsModel], PlainSerializer(_with_class)]
     training: TrainingConfig
 
     @property
@@ -107,7 +71,7 @@ class Run(BaseModel):
         return f"{self.arm} {self.cell} seed {self.seed}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field as plain data; `Run.model_validate` takes it back."""
+        """Return every field as plain data."""
         return self.model_dump(mode="json")
 
     def difference(self, plain: Mapping[str, Any]) -> str | None:
@@ -119,11 +83,7 @@ class Run(BaseModel):
 
 
 def _difference(old: Any, new: Any, name: str = "") -> str | None:
-    """Say where two plain configurations differ.
-
-    >>> _difference({"steps": 10, "new": 1}, {"steps": 20})
-    'steps was 10 and is 20'
-    """
+    """Say where two plain configurations differ: 'steps was 10 and is 20'."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         common = (key for key in old if key in new)
         found = (_difference(old[key], new[key], f"{name}.{key}".lstrip(".")) for key in common)
@@ -141,29 +101,14 @@ class Arm:
     training: TrainingConfig
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preset:
-    """How much of the paper's settings a table keeps; tables add what else they vary."""
+    """How much of the paper's settings a table keeps."""
 
     reduced: str  # what is reduced, in one line
-    training: TrainingConfig  # the recipe of most arms
+    cells: Mapping[str, Mapping[str, Arm]]  # rows, column by column; {seed} in a name is filled in
     seeds: tuple[int, ...] = (0,)
     arms: tuple[str, ...] = ()  # those that are run; none named: all
-
-    def runs(
-        self, experiment: str, name: str, cells: Mapping[str, Mapping[str, Arm]], seeds: Seeds
-    ) -> list[Run]:
-        """List the runs of a table, which is given cell by cell; `seeds` come before its own."""
-        rows = self.arms or tuple(next(iter(cells.values())))
-        return [
-            Run(
-                experiment=experiment, preset=name, arm=row, cell=cell, seed=seed,
-                task=arms[row].task, model=arms[row].model, training=arms[row].training,
-            )
-            for seed in (self.seeds if seeds is None else seeds)
-            for row in rows
-            for cell, arms in cells.items()
-        ]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -179,6 +124,29 @@ class Experiment:
     runs: Callable[[str, Seeds], list[Run]]  # of a preset, with given seeds or its own
     describe: str = ""  # what was chosen where the paper is silent, and why
 
+    @classmethod
+    def of_presets(cls, *, presets: Mapping[str, Preset], **fields: Any) -> Experiment:
+        """Make an experiment whose rows are those of its last preset, the paper's own."""
+        (*_, paper) = presets.values()
+        (rows, *_) = paper.cells.values()
+        arms = {arm: rows[arm].label for arm in paper.arms or rows}
+        lines = {name: preset.reduced for name, preset in presets.items()}
+
+        def runs(name: str, seeds: Seeds) -> list[Run]:
+            preset = presets[name]
+            return [
+                Run(
+                    experiment=fields["name"], preset=name, arm=arm, cell=cell.format(seed=seed),
+                    seed=seed, task=rows[arm].task, model=rows[arm].model,
+                    training=rows[arm].training,
+                )
+                for seed in (preset.seeds if seeds is None else seeds)
+                for arm in preset.arms or arms
+                for cell, rows in preset.cells.items()
+            ]  # fmt: skip
+
+        return cls(arms=arms, presets=lines, runs=runs, **fields)
+
     def choose(self, preset: str, seeds: Seeds = None, only: Sequence[str] = ()) -> list[Run]:
         """List the runs of a preset; `only` names arms and cells, or patterns such as "smat_d*".
 
@@ -192,10 +160,9 @@ class Experiment:
         cells = list(dict.fromkeys(run.cell for run in runs))
         for pattern in only:
             if not fnmatch.filter([*arms, *cells], pattern):
-                raise ValueError(
-                    f"{self.name}, preset {preset}, has no arm or cell {pattern!r}; "
-                    f"arms: {', '.join(arms)}; cells: {', '.join(cells)}"
-                )
+                known = f"arms: {', '.join(arms)}; cells: {', '.join(cells)}"
+                message = f"{self.name}, preset {preset}, has no arm or cell {pattern!r}"
+                raise ValueError(f"{message}; {known}")
         # All arms, or cells, if no pattern is about such names.
         wanted_arms = [name for each in only for name in fnmatch.filter(arms, each)] or arms
         wanted_cells = [name for each in only for name in fnmatch.filter(cells, each)] or cells

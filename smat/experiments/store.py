@@ -25,11 +25,7 @@ class BusyError(Exception):
 
 @dataclass(frozen=True)
 class Store:
-    """The folders of runs and records.
-
-    >>> Store(Path("out")).roots[0].as_posix()
-    'out'
-    """
+    """The folders of runs and records."""
 
     root: Path = ROOT  # where runs work (runs/) and leave records (records/)
     committed: Path = COMMITTED  # records that came with the source, read and never written
@@ -48,10 +44,7 @@ class Store:
         return self.root / "records" / _place(run)
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """Return the record of a finished run, own or committed; None if it is yet to be made.
-
-        Only the record of this very run counts, and not that of one with other settings.
-        """
+        """Return the record of this very run, own or committed; None if it is yet to be made."""
         for path in (self.path(run), self.committed / _place(run)):
             try:
                 record = json.loads(path.read_text())
@@ -75,41 +68,21 @@ class Store:
         write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
         return path
 
-    def work_in_progress(self) -> Iterator[Work]:
-        """Yield what is at work or was interrupted."""
-        for path in sorted((self.root / "runs").glob("*/*/run.json")):
-            folder = path.parent
-            is_running = False
+    def work_in_progress(self, experiment: str = "*") -> Iterator[str]:
+        """Yield a line for each run that is at work or was interrupted."""
+        for path in sorted((self.root / "runs").glob(f"{experiment}/*/run.json")):
+            folder, kind = path.parent, "interrupted"
             try:
                 with claim(folder):
                     pass
             except BusyError:
-                is_running = True
-            if is_running or any((folder / name).exists() for name in (CURRENT, PREVIOUS)):
-                yield Work(json.loads(path.read_text()), is_running, newest_step(folder))
-
-
-@dataclass(frozen=True)
-class Work:
-    """A run that was begun and is not finished."""
-
-    run: dict[str, Any]  # its settings, as plain data
-    is_running: bool  # a process is at work on it now
-    step: int | None  # of its last checkpoint; None without one that is whole
-
-    def describe(self) -> str:
-        """Say in one line what it is and how far.
-
-        >>> run = {"experiment": "mqar", "preset": "quick", "arm": "mamba2", "cell": "k=1"}
-        >>> run |= {"seed": 0, "training": {"steps": 100}}
-        >>> Work(run, is_running=False, step=20).describe()
-        'interrupted: mqar quick mamba2 k=1 seed 0, step 20 of 100 is kept'
-        """
-        name = " ".join(str(self.run[part]) for part in ("experiment", "preset", "arm", "cell"))
-        kind = "running" if self.is_running else "interrupted"
-        kept = f"step {self.step} of {self.run['training']['steps']} is kept"
-        kept = "no step is kept yet" if self.step is None else kept
-        return f"{kind}: {name} seed {self.run['seed']}, {kept}"
+                kind = "running"
+            if kind == "running" or any((folder / name).exists() for name in (CURRENT, PREVIOUS)):
+                run, step = json.loads(path.read_text()), newest_step(folder)
+                name = " ".join(run[part] for part in ("experiment", "preset", "arm", "cell"))
+                kept = f"step {step} of {run['training']['steps']} is kept"
+                kept = "no step is kept yet" if step is None else kept
+                yield f"{kind}: {name} seed {run['seed']}, {kept}"
 
 
 def make_record(run: Run, result: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -148,10 +121,8 @@ def sign_folder(run: Run, folder: Path) -> None:
     path = folder / "run.json"
     difference = run.difference(json.loads(path.read_text())) if path.exists() else None
     if difference is not None:
-        raise ValueError(
-            f"{folder} holds a run with other settings ({difference}); to start anew: "
-            f"rm -r {folder}"
-        )
+        message = f"{folder} holds a run with other settings ({difference}); to start anew"
+        raise ValueError(f"{message}: rm -r {folder}")
     write_atomically(path, json.dumps(run.to_dict(), indent=1).encode())
 
 

@@ -1,10 +1,9 @@
 """Training on Lightning Fabric: resumable, with the paper's schedules and parameter groups."""
 
 from smat.training.checkpoint import CheckpointError, DiskFullError, load_weights
-from smat.training.config import TrainingConfig
-from smat.training.evaluation import Evaluation, evaluate
-from smat.training.loop import train
-from smat.training.progress import Interrupted, NonFiniteLossError, Progress
+from smat.training.loop import Interrupted, train
+from smat.training.recipe import TrainingConfig
+from smat.training.trainer import Evaluation, NonFiniteLossError, Progress, evaluate
 
 __all__ = [
     "CheckpointError",

@@ -22,6 +22,8 @@ CURRENT = "checkpoint.pt"
 PREVIOUS = "checkpoint.previous.pt"
 WEIGHTS = "weights.safetensors"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What zipfile and torch raise for a file that is damaged or more than data.
+UNREADABLE = (zipfile.BadZipFile, EOFError, RuntimeError, KeyError, pickle.UnpicklingError)
 
 
 class CheckpointError(ValueError):
@@ -88,28 +90,25 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """Return the newest whole checkpoint, or None, and what to tell if a newer one is damaged."""
     damage: list[str] = []
     for path in (folder / CURRENT, folder / PREVIOUS):
-        if not path.exists():
-            continue
-        try:
-            state = _read(path)
-        except CheckpointError as error:
-            damage.append(str(error))
-            continue
-        going_on = f"; going on from {path.name}, step {state['step']}"
-        return state, damage[0] + going_on if damage else None
+        if path.exists():
+            try:
+                state = _read(path)
+            except CheckpointError as error:
+                damage.append(str(error))
+            else:
+                going_on = f"; going on from {path.name}, step {state['step']}"
+                return state, damage[0] + going_on if damage else None
     if damage:
         files = " ".join(str(path) for path in _files(folder) if path.exists())
-        raise CheckpointError(
-            f"{'; '.join(damage)}; no whole checkpoint is left, so to start this run anew: "
-            f"rm {files}"
-        )
+        message = f"{'; '.join(damage)}; no whole checkpoint is left"
+        raise CheckpointError(f"{message}, so to start this run anew: rm {files}")
     return None, None
 
 
 def newest_step(folder: Path) -> int | None:
     """Return the step of the newest checkpoint without reading its weights; None without one."""
     for name in (CURRENT, PREVIOUS):
-        with contextlib.suppress(OSError, RuntimeError, pickle.UnpicklingError, EOFError, KeyError):
+        with contextlib.suppress(OSError, *UNREADABLE):
             return torch.load(folder / name, weights_only=True, mmap=True)["step"]
     return None
 
@@ -136,36 +135,18 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
     return require("safetensors.torch", extra="train").load_file(folder / WEIGHTS)
 
 
-def random_state(device: torch.device) -> dict[str, Tensor]:
-    """Collect the states of the random generators that a model may draw from."""
-    state = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Put random generators back; a device that was not used before keeps its own state."""
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
-
-
 def _read(path: Path) -> dict[str, Any]:
     """Read a checkpoint; checksums tell a flipped bit, which unpickling would let through."""
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-        if damaged is not None:
-            raise CheckpointError(f"checkpoint {path} is damaged ({damaged} has changed)")
+            if (damaged := archive.testzip()) is not None:
+                raise zipfile.BadZipFile(f"{damaged} has changed")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"checkpoint {path} is damaged (it is more than data)") from error
-    except (zipfile.BadZipFile, EOFError, RuntimeError, KeyError, NotImplementedError) as error:
+        if not isinstance(state, dict) or "step" not in state:
+            raise EOFError("it tells of no step")
+    except UNREADABLE as error:
         reason = str(error).partition("\n")[0]
         raise CheckpointError(f"checkpoint {path} is damaged ({reason})") from error
-    if not isinstance(state, dict) or "step" not in state:
-        raise CheckpointError(f"checkpoint {path} is damaged (it tells of no step)")
     return state
 
 
@@ -175,10 +156,9 @@ def _files(folder: Path) -> list[Path]:
 
 def _sync_folder(folder: Path) -> None:
     """Make a rename outlive a power cut, where the system can."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    if hasattr(os, "O_DIRECTORY"):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -54,12 +54,11 @@ def parse_device(device: str) -> tuple[str, int | None]:
     kind, _, index = device.partition(":")
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdigit())):
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if kind not in ("cpu", *is_there) or (index and not (kind == "cuda" and index.isdigit())):
         raise ValueError(f"device is auto, cpu, cuda, cuda:N or mps, not {device!r}")
-    if kind == "cuda" and not torch.cuda.is_available():
+    if not is_there.get(kind, True):
         raise ValueError(f"device {device} was asked for, but torch sees no GPU; use cpu or auto")
-    if kind == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device mps was asked for, but torch sees none; use cpu or auto")
     return kind, int(index) if index else None
 
 

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from smat.extras import require
 from smat.tasks.task import Task
-from smat.training.checkpoint import save_weights
-from smat.training.config import TrainingConfig
+from smat.training.checkpoint import explain_full_disk, save_weights
 from smat.training.fabric import make_fabric
-from smat.training.optimizer import learning_rate
-from smat.training.progress import Interrupted, Log, OnProgress, event_log, thin
-from smat.training.trainer import Trainer
+from smat.training.recipe import TrainingConfig, learning_rate
+from smat.training.trainer import Progress, Trainer
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 PROGRESS_SECONDS = 0.5
 CURVE_STEPS = 100  # points of the learning curve, evaluations apart
+OnProgress = Callable[[Progress], None]
+Log = Callable[[int, Mapping[str, float]], None]
+
+
+class Interrupted(Exception):
+    """A run was asked to stop, and has written its checkpoint."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"stopped at step {step}, which is kept" if step else "not begun")
 
 
 def train(
@@ -42,29 +50,27 @@ def train(
 
     Returns accuracy and by_cell (in %), loss, curve, parameters, minutes and steps_per_second. The
     folder gets weights.safetensors and a TensorBoard log. A run that was killed and is started
-    again with the same arguments ends in the same weights: bit for bit on a CPU, with as many
-    threads as before.
-
+    again with the same arguments ends in the same weights, bit for bit on as many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
     A `fabric` brings another strategy or several devices, each of which takes some of a batch.
     """
     folder = Path(folder)
     trainer = Trainer(fabric or make_fabric(device, config.precision), model, task, config, seed)
     message = trainer.resume(folder)
+    is_first = trainer.fabric.is_global_zero
     if on_progress is not None:
         on_progress(trainer.progress(message))
     if trainer.step < config.steps:
         trainer.wrapped.train()
-        is_first = trainer.fabric.is_global_zero
         with event_log(folder, trainer.step) if is_first else nullcontext() as log:
             _take_steps(trainer, folder, log, on_progress, should_stop)
     found = trainer.evaluate("test")
-    if trainer.fabric.is_global_zero:
+    if is_first:
         save_weights(folder, trainer.model)
     trainer.curve[-1][2] = found.accuracy
     return {
         **asdict(found),
-        "curve": thin(trainer.curve),
+        "curve": trainer.curve,
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "minutes": trainer.seconds / 60,
         "steps_per_second": config.steps / trainer.seconds,
@@ -105,8 +111,8 @@ def _note_point(trainer: Trainer, log: Log | None) -> None:
     evaluates = config.eval_every > 0 and step % config.eval_every == 0 and not is_last
     if not (evaluates or is_last or step % max(1, config.steps // CURVE_STEPS) == 0):
         return
-    values = {"train/loss": trainer.mean_loss() or 0.0}
-    values["train/learning_rate"] = learning_rate(step - 1, config)
+    loss = trainer.mean_loss() or 0.0
+    values = {"train/loss": loss, "train/learning_rate": learning_rate(step - 1, config)}
     if trainer.gradient_norm is not None:
         values["train/gradient_norm"] = trainer.gradient_norm.item()
     accuracy = None
@@ -114,7 +120,36 @@ def _note_point(trainer: Trainer, log: Log | None) -> None:
         found = trainer.evaluate("validation")
         accuracy = trainer.accuracy = found.accuracy
         values |= {"validation/accuracy": found.accuracy, "validation/loss": found.loss}
-    trainer.curve.append([step, values["train/loss"], accuracy])
+    trainer.curve.append([step, loss, accuracy])
     trainer.loss_sum, trainer.loss_count = 0.0, 0
     if log is not None:
         log(step, values)
+
+
+@contextmanager
+def event_log(folder: Path, start_step: int) -> Iterator[Log]:
+    """Open a TensorBoard log; values of a resumed run replace those after its step.
+
+    torch's SummaryWriter writes from a thread of its own, where a full disk becomes a hang or a
+    traceback; this one writes in the thread that trains, where it is an error.
+    """
+    events = require("tensorboard.compat.proto.event_pb2", extra="train")
+    summaries = require("tensorboard.compat.proto.summary_pb2", extra="train")
+    records = require("tensorboard.summary.writer.record_writer", extra="train")
+    path = folder / f"events.out.tfevents.{time.time_ns() // 1000}.smat"
+    folder.mkdir(parents=True, exist_ok=True)
+    with explain_full_disk(path), path.open("wb") as file:
+        writer = records.RecordWriter(file)
+
+        def write(**fields: Any) -> None:
+            writer.write(events.Event(wall_time=time.time(), **fields).SerializeToString())
+            writer.flush()
+
+        def add(step: int, values: Mapping[str, float]) -> None:
+            entry = summaries.Summary.Value
+            entries = [entry(tag=tag, simple_value=number) for tag, number in values.items()]
+            write(summary=summaries.Summary(value=entries), step=step)
+
+        write(file_version="brain.Event:2")
+        write(session_log=events.SessionLog(status=events.SessionLog.START), step=start_step)
+        yield add

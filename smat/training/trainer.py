@@ -1,8 +1,10 @@
-"""One step of training, and the state that a checkpoint holds."""
+"""One step of training, the state that a checkpoint holds, and the paper's metric on a split."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,23 +12,69 @@ import torch
 from torch import Tensor, nn
 
 from smat.layers import balance_weight
-from smat.tasks.task import Batch, Task, seed_of
-from smat.training.checkpoint import (
-    CheckpointError,
-    load_checkpoint,
-    random_state,
-    restore_random_state,
-    save_checkpoint,
-)
-from smat.training.config import TrainingConfig
-from smat.training.evaluation import Evaluation, evaluate
-from smat.training.optimizer import learning_rate, make_optimizer
-from smat.training.progress import NonFiniteLossError, Progress
+from smat.tasks.task import Task, seed_of
+from smat.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from smat.training.recipe import TrainingConfig, learning_rate, make_optimizer
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 LOOK_EVERY = 25  # steps between looks at the loss where looking means waiting for the device
+
+
+class NonFiniteLossError(ArithmeticError):
+    """The loss became infinite or not a number."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run is: how many of its steps are done, and how well it does."""
+
+    step: int
+    steps: int
+    loss: float | None = None  # of training, averaged since the last point of the curve
+    accuracy: float | None = None  # the last evaluation's, in %
+    message: str | None = None  # what the user should read, such as of a damaged checkpoint
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model reaches, accuracies in %."""
+
+    accuracy: float  # the mean over cells of each cell's mean score
+    by_cell: dict[str, float]  # the mean score of each load
+    loss: float  # the mean over examples
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    *,
+    seed: int,
+    split: str = "test",
+    device: torch.device | str = "cpu",
+) -> Evaluation:
+    """Score a model on a split; the model is in evaluation mode meanwhile."""
+    scores: dict[str, list[Tensor]] = defaultdict(list)
+    losses: list[Tensor] = []
+    num_examples = 0
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in task.eval_batches(seed, split):
+            batch = batch.to(device)
+            outputs = model(rows=batch.rows, **batch.inputs).float()
+            scores[batch.cell].append(task.score(outputs, batch).double().flatten())
+            losses.append(task.loss(outputs, batch).double() * len(batch.rows))
+            num_examples += len(batch.rows)
+    finally:
+        model.train(was_training)
+    if not losses:
+        raise ValueError(f"task {task.name} has no examples in split {split!r}")
+    by_cell = {cell: 100 * torch.cat(found).mean().item() for cell, found in scores.items()}
+    loss = torch.stack(losses).sum().item() / num_examples
+    return Evaluation(sum(by_cell.values()) / len(by_cell), by_cell, loss)
 
 
 class Trainer:
@@ -36,9 +84,8 @@ class Trainer:
         self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int
     ) -> None:
         if config.batch_size % fabric.world_size:
-            raise ValueError(
-                f"a batch of {config.batch_size} does not divide over {fabric.world_size} devices"
-            )
+            count = f"a batch of {config.batch_size} does not divide over {fabric.world_size}"
+            raise ValueError(f"{count} devices")
         self.fabric, self.task, self.config, self.seed = fabric, task, config, seed
         self.model = model.to(fabric.device)
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
@@ -48,6 +95,7 @@ class Trainer:
         self.curve: list[list[Any]] = []  # [step, mean training loss, accuracy or None]
         self.accuracy: float | None = None  # the last evaluation's
         self.gradient_norm: Tensor | None = None
+        self.is_cuda = fabric.device.type == "cuda"
         self.look_every = 1 if fabric.device.type == "cpu" else LOOK_EVERY
         self._recent: list[Tensor] = []  # losses that nobody has looked at
         self._num_looked_at = 0
@@ -62,11 +110,12 @@ class Trainer:
             self.model.load_state_dict(state["model"])
             self.optimizer.load_state_dict(state["optimizer"])
         except (RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"the checkpoint in {folder} is of another model or optimiser; train in another "
-                f"folder, or delete this one: rm -r {folder}"
-            ) from error
-        restore_random_state(state["random"], self.fabric.device)
+            message = f"the checkpoint in {folder} is of another model or optimiser; train in "
+            message += f"another folder, or delete this one: rm -r {folder}"
+            raise CheckpointError(message) from error
+        torch.set_rng_state(state["random"]["cpu"])
+        if self.is_cuda and "cuda" in state["random"]:
+            torch.cuda.set_rng_state(state["random"]["cuda"], self.fabric.device)
         self.step, self.seconds = state["step"], state["seconds"]
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
         self.curve, self.accuracy = state["curve"], state["accuracy"]
@@ -79,22 +128,22 @@ class Trainer:
         """Write a checkpoint, from the first device; a loss that is no number is never kept."""
         self.look()
         if self.fabric.is_global_zero:
+            random = {"cpu": torch.get_rng_state()}
+            if self.is_cuda:
+                random["cuda"] = torch.cuda.get_rng_state(self.fabric.device)
             state = {
-                "step": self.step,
-                "seconds": self.seconds,
-                "loss_sum": self.loss_sum,
-                "loss_count": self.loss_count,
-                "curve": self.curve,
-                "accuracy": self.accuracy,
-                "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "random": random_state(self.fabric.device),
-            }
+                "step": self.step, "seconds": self.seconds, "loss_sum": self.loss_sum,
+                "loss_count": self.loss_count, "curve": self.curve, "accuracy": self.accuracy,
+                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "random": random,
+            }  # fmt: skip
             save_checkpoint(folder, state)
 
     def train_step(self) -> None:
         """Change the weights once, by the batch that the step's number names."""
-        batch = self._batch()
+        batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
+        mine = slice(self.fabric.global_rank, None, self.fabric.world_size)
+        batch = batch.select(mine).to(self.fabric.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
         outputs = self.wrapped(rows=batch.rows, **batch.inputs)
@@ -138,36 +187,20 @@ class Trainer:
         return Progress(self.step, self.config.steps, loss, self.accuracy, message)
 
     def evaluate(self, split: str) -> Evaluation:
-        """Score the model as it is; every device does all of it, and gets the same."""
-        # The wrapped model casts inputs and outputs as it does in training.
+        """Score the model, cast as it is in training; every device does all of it."""
         device = self.fabric.device
         return evaluate(self.wrapped, self.task, seed=self.seed, split=split, device=device)
 
     def with_balance(self, loss: Tensor) -> Tensor:
         """Add the model's balance loss, where it has one, with the weight of this step."""
         weight = balance_weight(self.step, self.config.balance_weight, self.config.balance_anneal)
-        if weight == 0:
-            return loss
         measure: Any = getattr(self.model, "balance_loss", None)
-        balance = None if measure is None else measure()
+        balance = measure() if weight and measure is not None else None
         return loss if balance is None else loss + weight * balance
 
-    def _batch(self) -> Batch:
-        """Make this device's examples of the step's batch."""
-        batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
-        if self.fabric.world_size > 1:
-            mine = slice(self.fabric.global_rank, None, self.fabric.world_size)
-            inputs = {name: x[mine] for name, x in batch.inputs.items()}
-            batch = Batch(inputs, batch.rows[mine], batch.targets[mine], batch.cell)
-        return batch.to(self.fabric.device)
-
     def _non_finite_loss(self, loss: float, step: int) -> NonFiniteLossError:
-        """Say where it happened, and how large the gradient had become.
-
-        The gradients are those that the model still holds: of the step before, where the loss was
-        still finite, and scaled back to what they were before clipping.
-        """
-        rate, clip = learning_rate(step, self.config), self.config.clip
+        """Say where it happened, and how large the gradient of the step before was, unclipped."""
+        rate = learning_rate(step, self.config)
         message = f"the loss is {loss} at step {step} (learning rate {rate:.3g})"
         gradients = {
             name: parameter.grad.abs().max().item()
@@ -179,13 +212,11 @@ class Trainer:
             return NonFiniteLossError(message)
         # The largest, and one that is no number before all others.
         name, largest = max(gradients.items(), key=lambda item: (math.isnan(item[1]), item[1]))
-        norm = math.nan if self.gradient_norm is None else self.gradient_norm.item()
-        if clip is not None and math.isfinite(norm) and norm > clip:
-            largest *= norm / clip
-        return NonFiniteLossError(
-            f"{message}; the largest gradient of the last step was {largest:.3g}, in {name}; "
-            "try a lower learning rate, a longer warmup or a smaller clip"
-        )
+        if self.config.clip is not None and self.gradient_norm is not None:
+            largest *= max(1.0, self.gradient_norm.item() / self.config.clip)
+        advice = "try a lower learning rate, a longer warmup or a smaller clip"
+        message += f"; the largest gradient of the last step was {largest:.3g}, in {name}; {advice}"
+        return NonFiniteLossError(message)
 
     def _seed(self) -> None:
         rank = self.fabric.global_rank

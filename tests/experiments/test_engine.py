@@ -3,6 +3,7 @@
 import json
 import signal
 import threading
+import time
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,13 +12,14 @@ pytest.importorskip("typer")
 
 import tiny_table
 import torch
+from rich.console import Console
 from tiny import TinyConfig, changed
 
-from smat.experiments.cli import parse_seeds, stop_on_signal
-from smat.experiments.display import Clock
-from smat.experiments.engine import SerialEngine, run_all
+from smat.experiments.cli import Display, parse_seeds, stop_on_signal
+from smat.experiments.engine import Outcome, SerialEngine, run_all
 from smat.experiments.parallel import ProcessEngine
 from smat.experiments.store import Store, claim
+from smat.training import Progress
 from smat.training.checkpoint import CURRENT, WEIGHTS
 
 RUNS = tiny_table.runs("quick", [0])
@@ -29,30 +31,20 @@ class Broken(TinyConfig):
         raise RuntimeError("beyond repair")
 
 
-class Notes:
-    """A listener that remembers."""
-
-    def __init__(self):
-        self.steps, self.outcomes = [], []
-
-    def progressed(self, run, progress):
-        self.steps.append((run.key, progress.step))
-
-    def ended(self, outcome):
-        self.outcomes.append(outcome)
-
-
 @pytest.fixture
 def store(tmp_path):
     return Store(tmp_path / "out", tmp_path / "results")
 
 
 def make(runs, store, engine=None, stop=lambda: False, **options):
-    notes = Notes()
-    engine = engine or SerialEngine("cpu")
-    outcomes = run_all(runs, store, engine, listener=notes, should_stop=stop, **options)
-    assert outcomes == notes.outcomes
-    return outcomes, notes
+    """Make runs; return what became of them, and every step that was told of."""
+    steps = []
+
+    def note(run, progress):
+        steps.append((run.key, progress.step))
+
+    outcomes = run_all(runs, store, engine or SerialEngine("cpu"), note, stop, **options)
+    return list(outcomes), steps
 
 
 def weights(store, run):
@@ -60,9 +52,9 @@ def weights(store, run):
 
 
 def test_a_finished_run_is_not_repeated_unless_asked(store):
-    first, notes = make(RUNS[:2], store)
+    first, steps = make(RUNS[:2], store)
     assert [outcome.kind for outcome in first] == ["finished", "finished"]
-    assert {key for key, _ in notes.steps} == {run.key for run in RUNS[:2]}
+    assert {key for key, _ in steps} == {run.key for run in RUNS[:2]}
     assert store.unfinished(RUNS) == RUNS[2:]
     records = [store.path(run).read_text() for run in RUNS[:2]]
     assert make(RUNS[:2], store)[0] == []
@@ -125,12 +117,12 @@ def test_stopping_keeps_the_step_and_going_on_gives_the_same_bits(store, tmp_pat
         calls.append(1)
         return len(calls) > 30
 
-    outcomes, notes = make(RUNS[:3], store, stop=soon)
+    outcomes, steps = make(RUNS[:3], store, stop=soon)
     assert [outcome.kind for outcome in outcomes] == ["stopped"]
     assert (store.folder(RUNS[0]) / CURRENT).exists()
-    outcomes, notes = make(RUNS[:1], store)
+    outcomes, steps = make(RUNS[:1], store)
     assert [outcome.kind for outcome in outcomes] == ["finished"]
-    assert notes.steps[0][1] > 20
+    assert steps[0][1] > 20
     whole = Store(tmp_path / "whole", tmp_path / "results")
     make(RUNS[:1], whole)
     assert weights(store, RUNS[0]) == weights(whole, RUNS[0])
@@ -139,10 +131,10 @@ def test_stopping_keeps_the_step_and_going_on_gives_the_same_bits(store, tmp_pat
 def test_two_processes_do_what_one_does_and_one_that_dies_is_replaced(store, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
     dying = changed(RUNS[0], arm="dying", task=replace(RUNS[0].task, die_at=5))
-    outcomes, notes = make([dying, *RUNS], store, ProcessEngine(2, "cpu"))
+    outcomes, steps = make([dying, *RUNS], store, ProcessEngine(2, "cpu"))
     kinds = {outcome.run.name: outcome.kind for outcome in outcomes}
     assert kinds == {run.name: "finished" for run in RUNS} | {dying.name: "failed"}
-    assert {key for key, _ in notes.steps} >= {run.key for run in RUNS}
+    assert {key for key, _ in steps} >= {run.key for run in RUNS}
     (lost,) = (outcome for outcome in outcomes if outcome.kind == "failed")
     assert "its process ended with SIGKILL; run the same command again" in lost.message
     serial = Store(tmp_path / "serial", tmp_path / "results")
@@ -153,10 +145,13 @@ def test_two_processes_do_what_one_does_and_one_that_dies_is_replaced(store, tmp
 
 def test_processes_stop_when_asked(store):
     began = threading.Event()
-    notes = Notes()
-    notes.progressed = lambda run, progress: progress.step > 0 and began.set()
+
+    def note(run, progress):
+        if progress.step > 0:
+            began.set()
+
     engine, slow = ProcessEngine(1, "cpu"), tiny_table.runs("slow", [0])
-    outcomes = run_all(slow, store, engine, listener=notes, should_stop=began.is_set)
+    outcomes = list(run_all(slow, store, engine, note, began.is_set))
     assert [outcome.kind for outcome in outcomes] == ["stopped"]
     assert (store.folder(outcomes[0].run) / CURRENT).exists()
 
@@ -196,15 +191,18 @@ def test_what_cannot_be_chosen_is_named_with_what_can():
         parse_seeds("0;1")
 
 
-def test_time_left_is_guessed_from_the_pace_of_the_arm():
-    clock = Clock(RUNS, num_parallel=2)  # narrow T=4, narrow T=6, wide T=4, wide T=6, 60 steps each
-    assert clock.seconds_left(RUNS[0]) is clock.all_seconds_left() is None
-    for step, now in ((0, 0.0), (10, 50.0), (20, 60.0)):  # the first ten took long to set up
-        clock.advance(RUNS[0], step, now)
-    assert clock.seconds_left(RUNS[0]) == pytest.approx(40.0)
-    assert clock.all_seconds_left() == pytest.approx((40 + 60 + 60 + 60) / 2)
-    clock.learn("wide", 3.0)
-    assert clock.all_seconds_left() == pytest.approx((40 + 60 + 180 + 180) / 2)
-    for run in RUNS[:3]:
-        clock.end(run)
-    assert clock.all_seconds_left() == pytest.approx(180)
+def test_time_left_is_guessed_from_the_steps_made_by_this_command(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    display = Display(RUNS, Console(quiet=True))  # four runs of 60 steps
+    display.progressed(RUNS[0], Progress(20, 60))  # of which this one resumes at 20
+    assert display.left_text() == ""
+    now[0] += 40.0
+    display.progressed(RUNS[0], Progress(40, 60))
+    assert display.left_text() == "0:06:40 left"
+    now[0] += 20.0
+    record = {"minutes": 1.0, "accuracy": 50.0}
+    display.ended(Outcome(RUNS[0], "finished", record))
+    assert display.left_text() == "0:04:30 left"
+    display.ended(Outcome(RUNS[1], "failed"))
+    assert display.left_text() == "0:03:00 left"

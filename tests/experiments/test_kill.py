@@ -20,14 +20,6 @@ RUN = tiny_table.runs("slow", [0])[0]
 PATIENCE = 300.0  # seconds; a busy machine takes long to import
 
 
-class Silence:
-    def progressed(self, run, progress):
-        pass
-
-    def ended(self, outcome):
-        pass
-
-
 def start(root, *options):
     """Start the command in a process of its own."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -56,9 +48,7 @@ def wait_for(condition, process=None):
 
 def finish(store):
     """Go on in this process, to the end."""
-    (outcome,) = run_all(
-        [RUN], store, SerialEngine("cpu"), listener=Silence(), should_stop=lambda: False
-    )
+    (outcome,) = run_all([RUN], store, SerialEngine("cpu"), lambda *_: None, lambda: False)
     assert outcome.kind == "finished", outcome.message
     return outcome.record
 

@@ -31,38 +31,27 @@ from smat.experiments.engine import run_all
 from smat.experiments.parallel import RayEngine
 from smat.experiments.store import Store
 
-class Notes:
-    steps, began = set(), threading.Event()
-    def progressed(self, run, progress):
-        self.steps.add(run.key)
-        if run.preset == "slow" and progress.step:
-            self.began.set()
-    def ended(self, outcome):
-        pass
+told, began = set(), threading.Event()
+
+def note(run, progress):
+    told.add(run.key)
+    if run.preset == "slow" and progress.step:
+        began.set()
 
 def make(preset, should_stop):
     runs = tiny_table.runs(preset, [0])[:2]
     store = Store(Path(sys.argv[1]), Path("nowhere"))
-    engine = RayEngine(device="cpu")
-    outcomes = run_all(runs, store, engine, listener=Notes(), should_stop=should_stop)
+    outcomes = run_all(runs, store, RayEngine(device="cpu"), note, should_stop)
     return [[outcome.run.key, outcome.kind, outcome.message] for outcome in outcomes]
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 never = lambda: False
 found = {"quick": make("quick", never), "again": make("quick", never)}
-found["told"] = sorted(Notes.steps)
-found["slow"] = make("slow", Notes.began.is_set)
+found["told"] = sorted(told)
+found["slow"] = make("slow", began.is_set)
 ray.shutdown()
 print(json.dumps(found))
 """
-
-
-class Silence:
-    def progressed(self, run, progress):
-        pass
-
-    def ended(self, outcome):
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +92,7 @@ def test_ray_makes_the_same_runs_once(made, tmp_path, one_thread):
     assert set(found["told"]) == {run.key for run in runs}
     assert found["again"] == []
     here = Store(tmp_path, NOWHERE)
-    run_all(runs, here, SerialEngine("cpu"), listener=Silence(), should_stop=lambda: False)
+    list(run_all(runs, here, SerialEngine("cpu"), lambda *_: None, lambda: False))
     for run in runs:
         one, other = (store.folder(run) / WEIGHTS for store in (remote, here))
         assert one.read_bytes() == other.read_bytes()

@@ -82,12 +82,15 @@ def test_work_in_progress_is_what_was_begun_and_not_finished(store):
     (folder / "run.json").write_text(json.dumps(RUN.to_dict()))
     assert list(store.work_in_progress()) == []
     with claim(folder):
-        (work,) = store.work_in_progress()
-        assert work.describe() == "running: parity quick narrow T=4 seed 0, no step is kept yet"
+        (line,) = store.work_in_progress()
+        assert line == "running: parity quick narrow T=4 seed 0, no step is kept yet"
     for step in (7, 9):
         save_checkpoint(folder, {"step": step})
-        (work,) = store.work_in_progress()
-        assert work.describe().endswith(f"narrow T=4 seed 0, step {step} of 60 is kept")
+        (line,) = store.work_in_progress("parity")
+        assert line.startswith("interrupted: parity quick")
+        assert line.endswith(f"narrow T=4 seed 0, step {step} of 60 is kept")
+        assert list(store.work_in_progress("mqar")) == []
     (folder / CURRENT).write_bytes(b"damaged")
-    (work,) = store.work_in_progress()
-    assert (work.step, work.is_running) == (7, False)
+    (line,) = store.work_in_progress()
+    assert line.startswith("interrupted")
+    assert line.endswith("step 7 of 60 is kept")

@@ -12,34 +12,30 @@ RECIPE = TrainingConfig(
     schedule="cosine", warmup_steps=5, weight_decay=0.1, optimizer="adamw",
     checkpoint_seconds=0.2,
 )  # fmt: skip
-PRESETS = {
-    "quick": Preset(reduced="All of it.", training=RECIPE, seeds=(0, 1)),
-    "slow": Preset(reduced="All of it, slowly.", training=RECIPE, seeds=(0, 1)),
-}
-SECONDS = {"quick": 0.0, "slow": 0.04}
 
 
-def runs(preset, seeds):
-    cells = {
+def cells(seconds):
+    return {
         f"T={length}": {
-            "narrow": Arm("Narrow", Parity(length, SECONDS[preset]), TinyConfig(8), RECIPE),
-            "wide": Arm("Wide", Parity(length, SECONDS[preset]), TinyConfig(16), RECIPE),
+            "narrow": Arm("Narrow", Parity(length, seconds), TinyConfig(8), RECIPE),
+            "wide": Arm("Wide", Parity(length, seconds), TinyConfig(16), RECIPE),
         }
         for length in (4, 6)
     }
-    return PRESETS[preset].runs("parity", preset, cells, seeds)
 
 
-PARITY = Experiment(
-    "parity",
-    "Parity of two bits",
-    None,
-    {"narrow": "Narrow", "wide": "Wide"},
-    {"T=4": "T = 4", "T=6": "T = 6"},
-    {name: preset.reduced for name, preset in PRESETS.items()},
-    runs,
-    "Nothing was chosen.",
+PARITY = Experiment.of_presets(
+    name="parity",
+    title="Parity of two bits",
+    published=None,
+    cells={"T=4": "T = 4", "T=6": "T = 6"},
+    presets={
+        "quick": Preset("All of it.", cells(seconds=0.0), seeds=(0, 1)),
+        "slow": Preset("All of it, slowly.", cells(seconds=0.04), seeds=(0, 1)),
+    },
+    describe="Nothing was chosen.",
 )
+runs = PARITY.runs
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from smat.training.progress import event_log
+from smat.training.loop import event_log
 
 
 def scalars(folder, tag):

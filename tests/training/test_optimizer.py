@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from smat.training import TrainingConfig
-from smat.training.optimizer import make_optimizer, parameter_groups
+from smat.training.recipe import make_optimizer, parameter_groups
 
 
 class RMSNorm2d(nn.Module):

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from smat.training import TrainingConfig
-from smat.training.optimizer import learning_rate
+from smat.training.recipe import learning_rate
 
 
 def rates(**changes):

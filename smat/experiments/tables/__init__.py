@@ -1,14 +1,13 @@
-"""The experiments that can be run, one file a table of the paper."""
+"""The experiments that can be run, one file a family of tables of the paper."""
 
 from smat.experiments.run import Experiment
-from smat.experiments.tables.joint_recall import JOINT_RECALL
 from smat.experiments.tables.length_generalization import LENGTH_GENERALIZATION
-from smat.experiments.tables.mqar import MQAR_TABLE
 from smat.experiments.tables.multi_key_recall import (
     MULTI_KEY_CONTROL,
     MULTI_KEY_RECALL,
     SOFTMAX_SWEEP,
 )
+from smat.experiments.tables.recall import JOINT_RECALL, MQAR_TABLE
 from smat.experiments.tables.subset_routing import SUBSET_ROUTING
 
 EXPERIMENTS: dict[str, Experiment] = {

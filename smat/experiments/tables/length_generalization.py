@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from smat.experiments.run import Arm, Experiment, Preset, Run, Seeds
+from smat.experiments.run import Arm, Experiment, Preset
 from smat.models import ModelConfig
 from smat.tasks import LengthRecall
 from smat.training import TrainingConfig
@@ -20,13 +18,9 @@ convolution 4, AdamW at 1e-3, weight decay 0.1, batch 32, 10,000 steps, 64 pairs
 and noise of 256 tokens each."""
 
 RECIPE = TrainingConfig(
-    steps=10_000,
-    batch_size=32,
-    learning_rate=1e-3,
-    optimizer="adamw",
-    weight_decay=0.1,
+    steps=10_000, batch_size=32, learning_rate=1e-3, optimizer="adamw", weight_decay=0.1,
     schedule="cosine",
-)
+)  # fmt: skip
 SMALL_RECIPE = RECIPE.changed(learning_rate=2e-3, eval_every=250)
 # Boundaries by the names of the models' `boundary` option, which are the names of the arms too.
 LABELS = {
@@ -48,58 +42,38 @@ STANDARD = LengthRecall(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthPreset(Preset):
-    """The lengths to train at and to evaluate at are the task's."""
-
-    task: LengthRecall
-
-
-PRESETS = {
-    "quick": LengthPreset(
-        reduced="trained at T = 128 with 8 pairs for 300 steps, evaluated up to 512; kept and T/4",
-        task=QUICK,
-        training=SMALL_RECIPE.changed(steps=300),
-        arms=("kept", "window_4"),
-    ),
-    "standard": LengthPreset(
-        reduced="trained at T = 256 with 16 pairs for 1,500 steps, evaluated up to 2048",
-        task=STANDARD,
-        training=SMALL_RECIPE.changed(steps=1500),
-    ),
-    "paper": LengthPreset(
-        reduced="as in the paper: trained at T = 1024 with 64 pairs, evaluated up to 8192",
-        task=PAPER,
-        training=RECIPE,
-        seeds=(0, 1, 2),
-    ),
-}
-
-
-def runs(preset: str, seeds: Seeds = None) -> list[Run]:
-    """Return the runs of a preset: each fills all cells of its row."""
-    size = PRESETS[preset]
+def cells(task: LengthRecall, training: TrainingConfig) -> dict[str, dict[str, Arm]]:
+    """Return one column: each run fills all cells of its row."""
     options = {"num_heads": 4, "vc_dim": 2, "decay_gate": True, "conv_size": 4}
-    models = {
-        name: ModelConfig(
-            mixer="smat_schedule", width=64, num_layers=2, options=options | {"boundary": name}
-        )
-        for name in LABELS
-    }
-    arms = {
-        name: Arm(LABELS[name], size.task, model, size.training) for name, model in models.items()
-    }
-    return size.runs("length-generalization", preset, {"all": arms}, seeds)
+    rows: dict[str, Arm] = {}
+    for name, label in LABELS.items():
+        chosen = options | {"boundary": name}
+        model = ModelConfig(mixer="smat_schedule", width=64, num_layers=2, options=chosen)
+        rows[name] = Arm(label, task, model, training)
+    return {"all": rows}
 
 
-LENGTH_GENERALIZATION = Experiment(
+LENGTH_GENERALIZATION = Experiment.of_presets(
     name="length-generalization",
     title="Length generalisation",
     published="tab:mqar-uniform, tab:mqar-placed",
-    arms=LABELS,
     cells={f"T={length}": f"T = {length}" for length in PAPER.eval_lengths}
     | {f"D={gap}": f"D = {gap}" for gap in PAPER.gaps},
-    presets={name: preset.reduced for name, preset in PRESETS.items()},
-    runs=runs,
+    presets={
+        "quick": Preset(
+            "trained at T = 128 with 8 pairs for 300 steps, evaluated up to 512; kept and T/4",
+            cells(QUICK, SMALL_RECIPE.changed(steps=300)),
+            arms=("kept", "window_4"),
+        ),
+        "standard": Preset(
+            "trained at T = 256 with 16 pairs for 1,500 steps, evaluated up to 2048",
+            cells(STANDARD, SMALL_RECIPE.changed(steps=1500)),
+        ),
+        "paper": Preset(
+            "as in the paper: trained at T = 1024 with 64 pairs, evaluated up to 8192",
+            cells(PAPER, RECIPE),
+            seeds=(0, 1, 2),
+        ),
+    },
     describe=DESCRIBE,
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from smat.experiments.run import Arm, Experiment, Preset, Run, Seeds
+from smat.experiments.run import Arm, Experiment, Preset
 from smat.models import RoutingModelConfig
 from smat.tasks import SubsetRouting
 from smat.training import TrainingConfig
@@ -25,60 +25,45 @@ LANDMARKS = range(1, 7)
 RECIPE = TrainingConfig(
     steps=1500, batch_size=64, learning_rate=3e-3, schedule="cosine", final_fraction=0.0
 )
-PRESETS = {
-    "quick": Preset(
-        reduced="300 of 1,500 steps, one seed",
-        training=RECIPE.changed(steps=300),
-    ),
-    "standard": Preset(reduced="1,500 steps as in the paper, one seed", training=RECIPE),
-    "paper": Preset(
-        reduced="as in the paper: 1,500 steps, three seeds", training=RECIPE, seeds=(0, 1, 2)
-    ),
-}
 
 
-def arms(preset: Preset, num_landmarks: int) -> dict[str, Arm]:
+def rows(num_landmarks: int, recipe: TrainingConfig) -> dict[str, Arm]:
     """Return the rows of the table; a model without a mask is asked at rows of the causal one."""
-    constant = preset.training.changed(schedule="constant")
 
     def arm(
-        label: str,
-        mixer: str,
-        vc_dim: int = 1,
-        content: bool = False,
-        training: TrainingConfig = preset.training,
-    ) -> Arm:
+        label: str, mixer: str, vc_dim: int = 1, content: bool = False,
+        training: TrainingConfig = recipe,
+    ) -> Arm:  # fmt: skip
         task = SubsetRouting(num_landmarks=num_landmarks, vc_dim=vc_dim, content=content)
         return Arm(label, task, RoutingModelConfig(mixer=mixer, vc_dim=vc_dim), training)
 
+    constant = recipe.changed(schedule="constant")
     return {
         "softmax": arm("Softmax", "softmax"),
         "mamba2": arm("Mamba-2", "mamba2"),
         "deltanet": arm("DeltaNet", "deltanet"),
         "gated_deltanet": arm("Gated DeltaNet", "gated_deltanet"),
         "log_linear": arm("Log-Linear", "log_linear"),
-        "smat_d1": arm("SMat (d = 1)", "smat", vc_dim=1),
-        "smat_d2": arm("SMat (d = 2)", "smat", vc_dim=2),
-        "smat_d3": arm("SMat (d = 3)", "smat", vc_dim=3),
-        "smat_d4": arm("SMat (d = 4)", "smat", vc_dim=4),
+        **{f"smat_d{d}": arm(f"SMat (d = {d})", "smat", vc_dim=d) for d in (1, 2, 3, 4)},
         "softmax_content": arm("Softmax, told the request", "softmax", content=True),
         "smat_d3_constant": arm("SMat (d = 3), constant rate", "smat", 3, training=constant),
     }
 
 
-def runs(preset: str, seeds: Seeds = None) -> list[Run]:
-    """Return the runs of a preset."""
-    cells = {f"k={k}": arms(PRESETS[preset], k) for k in LANDMARKS}
-    return PRESETS[preset].runs("subset-routing", preset, cells, seeds)
+def cells(recipe: TrainingConfig) -> dict[str, dict[str, Arm]]:
+    """Return the table, column by column."""
+    return {f"k={k}": rows(k, recipe) for k in LANDMARKS}
 
 
-SUBSET_ROUTING = Experiment(
+SUBSET_ROUTING = Experiment.of_presets(
     name="subset-routing",
     title="Subset routing",
     published="tab:routing",
-    arms={name: arm.label for name, arm in arms(PRESETS["paper"], 1).items()},
     cells={f"k={k}": f"k = {k}" for k in LANDMARKS},
-    presets={name: preset.reduced for name, preset in PRESETS.items()},
-    runs=runs,
+    presets={
+        "quick": Preset("300 of 1,500 steps, one seed", cells(RECIPE.changed(steps=300))),
+        "standard": Preset("1,500 steps as in the paper, one seed", cells(RECIPE)),
+        "paper": Preset("as in the paper: 1,500 steps, three seeds", cells(RECIPE), (0, 1, 2)),
+    },
     describe=DESCRIBE,
 )
