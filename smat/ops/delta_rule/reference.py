@@ -1,8 +1,7 @@
-"""The delta rule and its transports one token at a time: the oracle of the chunked form.
+"""The delta rule one token at a time: the oracle of the chunked form, with its arguments.
 
 Plain loops, any dtype, nothing but torch; slow on purpose, so that each line can be read against
-its formula. Layouts are those of the fast paths: q, k (B, T, H, K), v (B, T, H, V), gates
-(B, T, H), states (B, H, K, V).
+its formula.
 """
 
 from __future__ import annotations
@@ -44,42 +43,6 @@ def transition_reference(k: Tensor, beta: Tensor, log_decay: Tensor | None, t: i
     outer = torch.einsum("bhk,bhl->bhkl", k[:, t], k[:, t])
     step = eye - beta[:, t, :, None, None] * outer
     return step if log_decay is None else log_decay[:, t].exp()[..., None, None] * step
-
-
-def transport_keys_reference(k: Tensor, beta: Tensor, log_decay: Tensor | None = None) -> Tensor:
-    """Carry every beta_j k_j through A_{j+1}, ..., A_n, one transition after the other.
-
-    >>> k = torch.ones(1, 2, 1, 1)
-    >>> transport_keys_reference(k, torch.full((1, 2, 1), 0.5)).flatten()
-    tensor([0.2500, 0.5000])
-    """
-    carried: list[Tensor] = []
-    for t in range(k.shape[1]):
-        step = transition_reference(k, beta, log_decay, t)
-        carried = [torch.einsum("bhkl,bhl->bhk", step, key) for key in carried]
-        carried.append(beta[:, t, :, None] * k[:, t])
-    return torch.stack(carried, 1)
-
-
-def transport_queries_reference(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Carry every q_t back to the boundary, scale (A_t ... A_1)' q_t, and return A_T ... A_1.
-
-    >>> k = torch.ones(1, 2, 1, 1)
-    >>> transport_queries_reference(k, k, torch.full((1, 2, 1), 0.5))[0].flatten()
-    tensor([0.5000, 0.2500])
-    """
-    eye = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
-    start = zero_state(k, k) + eye  # a state that is only multiplied
-    return delta_rule_reference(
-        q, k, torch.zeros_like(k), beta, log_decay, scale=scale, initial_state=start
-    )
 
 
 def zero_state(k: Tensor, v: Tensor) -> Tensor:

@@ -27,12 +27,11 @@ def transport_keys(
     transported_key_j = A_n ... A_{j+1} beta_j k_j,   A_t = exp(log_decay_t) (I - beta_t k_t k_t'),
 
     so that sum_j transported_key_j v_j' over the tokens of a profile is the profile's memory at the
-    boundary. k (B, n, H, K) are the distant tokens only, beta and log_decay (B, n, H).
-
-    The transitions are symmetric: seen from the boundary backwards this is a query's transport,
-    read one token late. The paper's k-bar_j is `transported_key`, n the length of `k`.
+    boundary. k (B, n, H, K) are the distant tokens only, beta and log_decay (B, n, H). The
+    transitions are symmetric: seen backwards this is a query's transport, read one token late.
+    Paper: k-bar_j = `transported_key`, n = the length of `k`.
     """
-    check_shapes(k, k, beta, log_decay, chunk_size)
+    check_shapes(k, k, chunk_size, beta=beta, log_decay=log_decay)
     writes = (k * beta.unsqueeze(-1).to(k.dtype)).flip(1)
     if k.shape[1] == 1:
         return writes
@@ -66,23 +65,16 @@ def transport_queries(
     transported_query_t = scale (A_t ... A_{n+1})' q_t,   scale = K^-1/2 unless given,
 
     so that transported_query_t' F reads a memory F that stood still at the boundary as if the
-    transitions since had been applied to it. q, k (B, m, H, K) are the recent tokens only.
-    The product A_t ... A_{n+1} (B, H, K, K) is the whole decoding state: it is returned for
-    `output_final_transition` and taken as `initial_transition`.
-
-    The paper's q-bar_t is `transported_query`, r is K.
+    transitions since had been applied to it. q, k (B, m, H, K) are the recent tokens only. The
+    product A_t ... A_{n+1} (B, H, K, K), the final transition, is the whole decoding state.
+    Paper: q-bar_t = `transported_query`, r = K.
     """
-    check_shapes(q, k, beta, log_decay, chunk_size)
+    check_shapes(q, k, chunk_size, beta=beta, log_decay=log_decay)
+    start = _identity(k) if initial_transition is None else initial_transition
     expected = (k.shape[0], k.shape[2], k.shape[3], k.shape[3])
-    if initial_transition is None:
-        initial_transition = _identity(k)
-    elif initial_transition.shape != expected:
-        raise ValueError(
-            f"initial_transition must be {expected}, not {(*initial_transition.shape,)}"
-        )
-    queries, product = run_delta_rule(
-        q, k, None, beta, log_decay, initial_transition, scale, chunk_size
-    )
+    if start.shape != expected:
+        raise ValueError(f"initial_transition must be {expected}, not {(*start.shape,)}")
+    queries, product = run_delta_rule(q, k, None, beta, log_decay, start, scale, chunk_size)
     return queries, product if output_final_transition else None
 
 

@@ -1,7 +1,4 @@
-"""Log-linear attention and the recurrence it refines, one token at a time: the oracle.
-
-Slow on purpose, as the delta rule's oracle beside it; layouts are those of the fast paths.
-"""
+"""Log-linear attention and the recurrence it refines, one token at a time: the oracle."""
 
 from __future__ import annotations
 
