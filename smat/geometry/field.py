@@ -112,10 +112,7 @@ def points(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
 
 @cached_table
 def directions(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
-    """List every direction whose leading nonzero coordinate is 1, (A, D).
-
-    The 1 stands in the first coordinate first, then in the second; the rest is in counting order.
-    """
+    """List every direction with a leading 1, (A, D): by its place, then in counting order."""
     leading = [torch.zeros(0, ambient_dim, dtype=torch.long, device=device)]
     for num_zeros in range(ambient_dim):
         tail = points(field_size, ambient_dim - num_zeros - 1, device)

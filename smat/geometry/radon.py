@@ -11,7 +11,7 @@ For the directions whose leading 1 stands first, start from ``W1 = F`` and for j
 then ``U[a2..aD, b] = WD[a2..aD, b]``. Directions with leading zeros see F summed over its first
 coordinate: the same problem, one dimension lower. The problems ride along: the table after step j
 holds, one behind the other, the D-dimensional problem after step j, the (D-1)-dimensional one after
-step j-1, and so on, and D-1 calls of ``embedding_bag`` make the whole type table in its own order.
+step j-1, ..., and D-1 calls of ``embedding_bag`` make the whole type table in its own order.
 """
 
 from __future__ import annotations

@@ -22,14 +22,12 @@ _MAX_CELLS = 1 << 20  # of the sets that are counted in one go, times their trac
 
 
 def vc_dimension(matrix: Tensor) -> int:
-    """Return the VC dimension of the rows of a matrix, exactly.
+    """Return the VC dimension of the rows of a matrix, exactly; only its support counts.
 
     >>> vc_dimension(torch.ones(6, 6).tril())
     1
     >>> vc_dimension(torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]))
     2
-
-    Only the support counts, so a gated mask has the VC dimension of its nonzero entries.
     """
     return len(shattered_set(matrix))
 
@@ -40,8 +38,8 @@ def shattered_set(matrix: Tensor) -> tuple[int, ...]:
     >>> shattered_set(torch.ones(6, 6).tril())
     (1,)
 
-    Sizes 1, 2, ... are tried in turn up to floor(log2(number of distinct rows)); the first size
-    without a shattered set ends the search, since subsets of shattered sets are shattered.
+    Sizes are tried in turn up to floor(log2(number of distinct rows)), until one has no shattered
+    set: subsets of shattered sets are shattered.
     """
     distinct_rows = _distinct_rows(matrix)
     num_rows = len(distinct_rows)

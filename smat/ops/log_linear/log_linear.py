@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.delta_rule import chunks
-from smat.ops.delta_rule.transport import transport_keys
+from smat.ops.delta_rule import chunks, transport_keys
 from smat.ops.linear.decay import FORGETS
 from smat.ops.log_linear import tree
 
