@@ -138,6 +138,5 @@ def incidence(field_size: int, ambient_dim: int, device: torch.device) -> Tensor
     """Mark which point lies on which hyperplane, C of equation 7, (B, P) bool."""
     if ambient_dim == 0:
         return torch.ones(1, 1, dtype=torch.bool, device=device)
-    offset = torch.arange(field_size, device=device)
-    on_plane = offsets(field_size, ambient_dim, device)[:, None, :] == offset[None, :, None]
-    return on_plane.flatten(0, 1)
+    offset = torch.arange(field_size, device=device).unsqueeze(1)
+    return (offsets(field_size, ambient_dim, device).unsqueeze(1) == offset).flatten(0, 1)

@@ -196,18 +196,18 @@ def transform(
     table: Tensor, field_size: int, ambient_dim: int, method: str, adjoint: bool
 ) -> Tensor:
     """Apply C or its adjoint to (..., entries, S), summing in at least fp32; differentiable."""
+    space = field_size, ambient_dim, table.device
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
     stack = wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]).contiguous()
     if method == "dense":
-        incidence = field.incidence(field_size, ambient_dim, table.device).to(wide.dtype)
+        incidence = field.incidence(*space).to(wide.dtype)
         answers = (incidence.mT if adjoint else incidence) @ stack
     elif method == "algorithm2":
-        steps = incident_points(field_size, ambient_dim, table.device)
+        steps = incident_points(*space)
         steps = [_adjoint(step) for step in steps] if adjoint else steps
         answers = _run(stack, steps, out=None, place=None, order=None)
     else:
-        factored = backproject_tables if adjoint else tabulate_tables
-        answers = factored(stack, field_size, ambient_dim)
+        answers = (backproject_tables if adjoint else tabulate_tables)(stack, *space[:2])
     if answers.data_ptr() == stack.data_ptr():  # an operator returns memory of its own
         answers = answers.clone()
     return answers.reshape(*table.shape[:-2], *answers.shape[-2:]).to(table.dtype)

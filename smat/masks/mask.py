@@ -83,9 +83,8 @@ class SMatMask:
             _warn_once(
                 f"VC = {self.vc_dim} is not guaranteed at T = {horizon}, n = {n}, m = "
                 f"{self.num_recent}: q = {space.field_size} has P = {space.num_profiles} and B = "
-                f"{space.num_types}, but the proof needs P <= n and 2B <= m. The mask is valid and "
-                "causal all the same; a longer sequence, a smaller vc_dim or a smaller field_size "
-                "would restore the guarantee."
+                f"{space.num_types}, but the proof needs P <= n and 2B <= m. It is causal all "
+                "the same; a longer sequence, a smaller vc_dim or a smaller field_size would help."
             )
         # A single token has no past whatever d is, and decoding may go past a free horizon.
         if n == 0 and self.vc_dim > 1 and horizon > 1 and not self.boundary.horizon_free:
