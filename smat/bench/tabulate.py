@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smat.bench import measure
 from smat.bench.config import TabulateConfig
-from smat.geometry import Geometry, hyperplanes, radon
+from smat.geometry import Geometry, radon
 
 CHECK_COLUMNS = 3
 
@@ -41,7 +41,7 @@ def tabulate_by(
     """
     shape = geometry.field_size, geometry.ambient_dim
     if method == "dense":
-        incidence = hyperplanes.incidence(*shape, device).float()
+        incidence = geometry.incidence(device).float()
         return lambda table, out: torch.matmul(incidence, table, out=out), incidence.nbytes
     list_steps = radon.tabulation_steps if method == "factored" else radon.incident_points
     num_bytes = sum(index.nbytes for step in list_steps(*shape, device) for index in step)

@@ -1,12 +1,17 @@
-"""The prime field behind a mask: whole numbers, primes, base-q digits, and its size (Section 3)."""
+"""The prime field behind a mask, its points and its hyperplanes (Section 3, equation 4)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from operator import index
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeVar
 
 import torch
 from torch import Tensor
+
+Table = TypeVar("Table")
+Build = Callable[[int, int, torch.device], Table]  # of field_size and ambient_dim
 
 # No composite number below 2^64 passes the test of Miller and Rabin to all of these bases.
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
@@ -65,11 +70,7 @@ def is_prime(number: int) -> bool:
 
 
 def next_prime(at_least: int) -> int:
-    """Return the smallest prime that is not below the given number.
-
-    >>> next_prime(14), next_prime(17), next_prime(-3)
-    (17, 17, 2)
-    """
+    """Return the smallest prime that is not below the given number."""
     candidate = max(2, at_least)
     while not is_prime(candidate):
         candidate += 1
@@ -88,37 +89,54 @@ def to_digits(numbers: Tensor, field_size: int, num_digits: int) -> Tensor:
 
 
 def from_digits(digits: Tensor, field_size: int) -> Tensor:
-    """Read base-q digits, most significant first: (..., num_digits) -> (...).
-
-    >>> from_digits(torch.tensor([[1, 2], [2, 2]]), field_size=3)
-    tensor([5, 8])
-    """
+    """Read base-q digits, most significant first: (..., num_digits) -> (...)."""
     places = field_size ** torch.arange(digits.shape[-1] - 1, -1, -1, device=digits.device)
     return (digits.long() * places).sum(-1)
 
 
-def default_num_distant(seq_len: int, chunk_size: int) -> int:
-    """Place the boundary on a chunk edge near the middle: n = c floor(T / 2c).
-
-    >>> default_num_distant(1024, 64), default_num_distant(1000, 64), default_num_distant(100, 64)
-    (512, 448, 0)
-    """
-    return chunk_size * (seq_len // (2 * chunk_size))
+def cached_table(build: Build[Table]) -> Build[Table]:
+    """Build a table once, and outside inference mode, which later backward passes would refuse."""
+    return lru_cache(maxsize=64)(torch.inference_mode(False)(build))
 
 
-def field_size_for(num_distant: int, vc_dim: int) -> int:
-    """Return the smallest prime q with q^d >= n; at d = 1 the space is one point for any q.
+def count_directions(field_size: int, ambient_dim: int) -> int:
+    """Count normalised directions: (q^D - 1) / (q - 1)."""
+    return int((field_size**ambient_dim - 1) // (field_size - 1))
 
-    >>> [field_size_for(131072, vc_dim) for vc_dim in (2, 3, 4, 5)]
-    [367, 53, 23, 11]
-    >>> field_size_for(5**4, 4), field_size_for(5**4 + 1, 4)
-    (5, 7)
-    """
-    check_integer("num_distant", num_distant, least=0)
-    if check_integer("vc_dim", vc_dim, least=1) == 1:
-        return 2
-    # A floating-point root may fall on the wrong side of a perfect power: whole numbers decide.
-    field_size = next_prime(round(num_distant ** (1.0 / vc_dim)) - 2)
-    while field_size**vc_dim < num_distant:
-        field_size = next_prime(field_size + 1)
-    return field_size
+
+@cached_table
+def points(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
+    """List every point of F_q^D in counting order, (P, D)."""
+    return to_digits(torch.arange(field_size**ambient_dim, device=device), field_size, ambient_dim)
+
+
+@cached_table
+def directions(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
+    """List every direction with a leading 1, (A, D): by its place, then in counting order."""
+    leading = [torch.zeros(0, ambient_dim, dtype=torch.long, device=device)]
+    for num_zeros in range(ambient_dim):
+        tail = points(field_size, ambient_dim - num_zeros - 1, device)
+        head = tail.new_zeros(len(tail), num_zeros + 1)
+        head[:, -1] = 1
+        leading.append(torch.cat([head, tail], dim=-1))
+    return torch.cat(leading)
+
+
+@cached_table
+def offsets(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
+    """Tabulate a . x mod q for every direction and point, (A, P)."""
+    all_directions = directions(field_size, ambient_dim, device)
+    all_points = points(field_size, ambient_dim, device)
+    total = torch.zeros(len(all_directions), len(all_points), dtype=torch.long, device=device)
+    for axis in range(ambient_dim):  # integer matrix products are slow or missing on some devices
+        total += all_directions[:, axis, None] * all_points[None, :, axis]
+    return total % field_size
+
+
+@cached_table
+def incidence(field_size: int, ambient_dim: int, device: torch.device) -> Tensor:
+    """Mark which point lies on which hyperplane, C of equation 7, (B, P) bool."""
+    if ambient_dim == 0:
+        return torch.ones(1, 1, dtype=torch.bool, device=device)
+    offset = torch.arange(field_size, device=device).unsqueeze(1)
+    return (offsets(field_size, ambient_dim, device).unsqueeze(1) == offset).flatten(0, 1)

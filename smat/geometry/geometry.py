@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 
 import torch
 from torch import Tensor
 
-from smat.geometry import hyperplanes, radon
-from smat.geometry.field import (
-    check_index,
-    check_integer,
-    field_size_for,
-    is_prime,
-    next_prime,
-    to_digits,
-)
+from smat.geometry import field, radon
+from smat.geometry.field import check_index, check_integer, is_prime, next_prime, to_digits
 
 
 @dataclass(frozen=True)
@@ -43,53 +37,60 @@ class Geometry:
     field_size: int
 
     def __post_init__(self) -> None:
-        field_size = check_integer("field_size, a prime,", self.field_size, least=2)
+        q = check_integer("field_size, a prime,", self.field_size, least=2)
         object.__setattr__(self, "vc_dim", check_integer("vc_dim", self.vc_dim, least=1))
-        object.__setattr__(self, "field_size", field_size)
-        if not is_prime(field_size):
-            following = next_prime(field_size)
-            raise ValueError(f"field_size must be prime, got {field_size}; next is {following}")
+        object.__setattr__(self, "field_size", q)
+        if not is_prime(q):
+            raise ValueError(f"field_size must be prime, got {q}; next is {next_prime(q)}")
+        _ = self.num_profiles, self.num_types  # a compiler that meets the geometry finds them
 
     @classmethod
     def for_distant(cls, num_distant: int, vc_dim: int) -> Geometry:
         """Pick the smallest prime field with q^d >= n for n distant tokens.
 
-        >>> Geometry.for_distant(512, vc_dim=4)
-        Geometry(vc_dim=4, field_size=5)
+        >>> Geometry.for_distant(5**4, vc_dim=4), Geometry.for_distant(5**4 + 1, vc_dim=4)
+        (Geometry(vc_dim=4, field_size=5), Geometry(vc_dim=4, field_size=7))
         """
-        return cls(vc_dim, field_size_for(num_distant, vc_dim))
+        check_integer("num_distant", num_distant, least=0)
+        if check_integer("vc_dim", vc_dim, least=1) == 1:
+            return cls(1, 2)
+        # A floating-point root may fall on the wrong side of a perfect power: integers decide.
+        field_size = next_prime(round(num_distant ** (1.0 / vc_dim)) - 2)
+        while field_size**vc_dim < num_distant:
+            field_size = next_prime(field_size + 1)
+        return cls(vc_dim, field_size)
 
     @property
     def ambient_dim(self) -> int:
         """The number of coordinates of a point, d - 1."""
         return index(self.vc_dim) - 1  # `index`: a compiler shall not make a symbol of it
 
-    @property
+    @cached_property
     def num_profiles(self) -> int:
         """The number of points, q^(d-1)."""
         return int(index(self.field_size) ** self.ambient_dim)
 
-    @property
+    @cached_property
     def num_directions(self) -> int:
         """The number of parallel classes of hyperplanes; none at d = 1."""
-        return hyperplanes.count_directions(index(self.field_size), self.ambient_dim)
+        return field.count_directions(index(self.field_size), self.ambient_dim)
 
-    @property
+    @cached_property
     def num_types(self) -> int:
         """The number of hyperplanes, q (q^(d-1) - 1) / (q - 1), and 1 at d = 1."""
         return max(1, index(self.field_size) * self.num_directions)
 
     def points(self, device: torch.device | str | None = None) -> Tensor:
         """List the points in counting order, (P, D) long."""
-        return hyperplanes.points(*self._key(device)).clone()
+        return field.points(*self._key(device)).clone()
 
     def directions(self, device: torch.device | str | None = None) -> Tensor:
         """List the normalised directions, (A, D) long."""
-        return hyperplanes.directions(*self._key(device)).clone()
+        return field.directions(*self._key(device)).clone()
 
     def incidence(self, device: torch.device | str | None = None) -> Tensor:
         """Mark the points of every hyperplane, (B, P) bool. Dense: for small geometries."""
-        return hyperplanes.incidence(*self._key(device)).clone()
+        return field.incidence(*self._key(device)).clone()
 
     def basis_profiles(self, device: torch.device | str | None = None) -> Tensor:
         """Number the points e_1, ..., e_D, (D,)."""
@@ -101,28 +102,23 @@ class Geometry:
         check_index("offset", offset, self.field_size if self.ambient_dim else 1)
         return direction_index.long() * self.field_size + offset.long()
 
-    def split_type(self, type_index: Tensor) -> tuple[Tensor, Tensor]:
-        """Take a type's number apart into direction and offset."""
-        check_index("type_index", type_index, self.num_types)
-        return type_index.long() // self.field_size, type_index.long() % self.field_size
-
     def offset_of(self, direction_index: Tensor, profile: Tensor) -> Tensor:
         """Find a . x mod q: which hyperplane of a parallel class a point lies on."""
         check_index("profile", profile, self.num_profiles)
         if self.ambient_dim == 0:
             return torch.zeros_like(direction_index.long() + profile.long())
         check_index("direction_index", direction_index, self.num_directions)
-        direction = hyperplanes.directions(*self._key(profile.device))[direction_index.long()]
+        direction = field.directions(*self._key(profile.device))[direction_index.long()]
         point = to_digits(profile, self.field_size, self.ambient_dim)
         return (direction * point).sum(-1) % self.field_size
 
     def tabulate(self, table: Tensor, method: str = "factored") -> Tensor:
         """Sum profile states over every hyperplane, U = C F: (..., P, S) -> (..., B, S)."""
-        return self._transform(table, self.num_profiles, "profiles", method, adjoint=False)
+        return self._transform(table, self.num_profiles, method, adjoint=False)
 
     def backproject(self, table: Tensor, method: str = "factored") -> Tensor:
         """Sum type states over a point's hyperplanes, C' U: (..., B, S) -> (..., P, S)."""
-        return self._transform(table, self.num_types, "types", method, adjoint=True)
+        return self._transform(table, self.num_types, method, adjoint=True)
 
     def tabulation_cost(self, method: str = "factored") -> int:
         """Count the state additions of one tabulation (a sum of k states counts k).
@@ -141,14 +137,11 @@ class Geometry:
     def _key(self, device: torch.device | str | None) -> tuple[int, int, torch.device]:
         return self.field_size, self.ambient_dim, torch.empty(0, device=device).device
 
-    def _transform(
-        self, table: Tensor, num_entries: int, entries: str, method: str, adjoint: bool
-    ) -> Tensor:
+    def _transform(self, table: Tensor, num_entries: int, method: str, adjoint: bool) -> Tensor:
         if table.ndim < 2 or table.shape[-2] != num_entries:
-            raise ValueError(
-                f"a table over the {num_entries} {entries} of vc_dim {self.vc_dim}, field_size "
-                f"{self.field_size} has shape (..., {num_entries}, S), got {tuple(table.shape)}"
-            )
+            entries = "types" if adjoint else "profiles"
+            expected = f"(..., {num_entries}, S) for the {num_entries} {entries} of {self}"
+            raise ValueError(f"a table has shape {expected}, got {tuple(table.shape)}")
         if not table.dtype.is_floating_point:
             raise ValueError(f"a table must hold floating-point states, got {table.dtype}")
         _check_method(method)

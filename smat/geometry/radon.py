@@ -1,9 +1,8 @@
 """Tabulate type states from profile states, and back (Algorithm 2, and its linear-time form).
 
 ``U = C F`` sums the states of the points on every hyperplane: a finite Radon transform. The
-paper adds one state per nonzero of C, q^(2d-3) additions. Here the transform is factored into
-shears, one coordinate at a time, and needs (d-2) q^d + O(d q^(d-1)) additions: linear in the
-sequence length for every d, and still nothing but additions of non-negative terms.
+paper adds one state per nonzero of C, q^(2d-3) additions. Here shears, one coordinate at a time,
+need (d-2) q^d + O(d q^(d-1)): linear in the sequence length, and of non-negative terms still.
 
 For the directions whose leading 1 stands first, start from ``W1 = F`` and for j = 2..D
 
@@ -12,7 +11,7 @@ For the directions whose leading 1 stands first, start from ``W1 = F`` and for j
 then ``U[a2..aD, b] = WD[a2..aD, b]``. Directions with leading zeros see F summed over its first
 coordinate: the same problem, one dimension lower. The problems ride along: the table after step j
 holds, one behind the other, the D-dimensional problem after step j, the (D-1)-dimensional one after
-step j-1, and so on, and D-1 calls of ``embedding_bag`` make the whole type table in its own order.
+step j-1, ..., and D-1 calls of ``embedding_bag`` make the whole type table in its own order.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.geometry import hyperplanes
-from smat.geometry.hyperplanes import cached_table
+from smat.geometry import field
+from smat.geometry.field import cached_table
 
 METHODS = ("factored", "algorithm2", "dense")  # the last two are slow references
 
@@ -70,14 +69,13 @@ def tabulation_steps(field_size: int, ambient_dim: int, device: torch.device) ->
 @cached_table
 def adjoint_steps(field_size: int, ambient_dim: int, device: torch.device) -> Steps:
     """List the D-1 steps from type states to profile states: the adjoints, last step first."""
-    steps = tabulation_steps(field_size, ambient_dim, device)
-    return [_adjoint(step) for step in reversed(steps)]
+    return [_adjoint(step) for step in tabulation_steps(field_size, ambient_dim, device)[::-1]]
 
 
 @cached_table
 def incident_points(field_size: int, ambient_dim: int, device: torch.device) -> Steps:
-    """List the q^(D-1) points of every hyperplane: the one step of Algorithm 2, none at D = 0."""
-    in_order = hyperplanes.offsets(field_size, ambient_dim, device).argsort(dim=1, stable=True)
+    """List the points of every hyperplane: the one step of Algorithm 2, none at D = 0."""
+    in_order = field.offsets(field_size, ambient_dim, device).argsort(dim=1, stable=True)
     return [_step(in_order.unflatten(1, (field_size, -1)).flatten(0, 1))] if ambient_dim else []
 
 
@@ -130,12 +128,6 @@ def backproject_tables(
     return _run(table, adjoint_steps(field_size, ambient_dim, table.device), out, place, order)
 
 
-def at_once(table: Tensor) -> bool:
-    """Tell whether a stack is summed in one call, which has memory of its own for the answer."""
-    together, width = _cut(table)
-    return together >= len(table) and width >= table.shape[-1]
-
-
 def _cut(table: Tensor) -> tuple[int, int]:
     """Choose how many tables, and how many of their columns, to sum in one call."""
     num_tables, num_entries, num_columns = (max(1, size) for size in table.shape)
@@ -155,12 +147,12 @@ def _run(
         steps = [_step(torch.arange(table.shape[1], device=table.device)[:, None])]
     if not steps:
         return table if out is None else out.copy_(table)
-    if table.numel() and at_once(table):
+    together, width = _cut(table)
+    if table.numel() and together >= len(table) and width >= table.shape[2]:
         answers = _sum(table, _for_stack(steps, table, place, order))
         return answers if out is None else out.copy_(answers)
     if out is None:
         out = table.new_empty(len(table), len(steps[-1][1]), table.shape[2])
-    together, width = _cut(table)
     for start in range(0, len(table), together):
         some = slice(start, start + together)
         own = [None if names is None else names[some] for names in (place, order)]
@@ -204,18 +196,18 @@ def transform(
     table: Tensor, field_size: int, ambient_dim: int, method: str, adjoint: bool
 ) -> Tensor:
     """Apply C or its adjoint to (..., entries, S), summing in at least fp32; differentiable."""
+    space = field_size, ambient_dim, table.device
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
     stack = wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]).contiguous()
     if method == "dense":
-        incidence = hyperplanes.incidence(field_size, ambient_dim, table.device).to(wide.dtype)
+        incidence = field.incidence(*space).to(wide.dtype)
         answers = (incidence.mT if adjoint else incidence) @ stack
     elif method == "algorithm2":
-        steps = incident_points(field_size, ambient_dim, table.device)
+        steps = incident_points(*space)
         steps = [_adjoint(step) for step in steps] if adjoint else steps
         answers = _run(stack, steps, out=None, place=None, order=None)
     else:
-        factored = backproject_tables if adjoint else tabulate_tables
-        answers = factored(stack, field_size, ambient_dim)
+        answers = (backproject_tables if adjoint else tabulate_tables)(stack, *space[:2])
     if answers.data_ptr() == stack.data_ptr():  # an operator returns memory of its own
         answers = answers.clone()
     return answers.reshape(*table.shape[:-2], *answers.shape[-2:]).to(table.dtype)
@@ -223,7 +215,7 @@ def transform(
 
 @transform.register_fake
 def _(table: Tensor, field_size: int, ambient_dim: int, method: str, adjoint: bool) -> Tensor:
-    num_types = max(1, field_size * hyperplanes.count_directions(field_size, ambient_dim))
+    num_types = max(1, field_size * field.count_directions(field_size, ambient_dim))
     num_answers = field_size**ambient_dim if adjoint else num_types
     return table.new_empty(*table.shape[:-2], num_answers, table.shape[-1])
 

@@ -12,14 +12,7 @@ from smat.masks.boundary import (
     window,
 )
 from smat.masks.mask import SMatMask, SMatWarning
-from smat.masks.vc import (
-    count_traces,
-    count_traces_of_sets,
-    multi_read_vc_bound,
-    shattered_set,
-    shatters,
-    vc_dimension,
-)
+from smat.masks.vc import count_traces_of_sets, multi_read_vc_bound, shatters, vc_dimension
 
 __all__ = [
     "BoundarySchedule",
@@ -28,7 +21,6 @@ __all__ = [
     "Segment",
     "TokenHash",
     "agreeing_direction",
-    "count_traces",
     "count_traces_of_sets",
     "doubling",
     "kept",
@@ -36,7 +28,6 @@ __all__ = [
     "none",
     "rebuilt",
     "schedule_from_dict",
-    "shattered_set",
     "shatters",
     "type_through_cell",
     "vc_dimension",

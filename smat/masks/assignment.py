@@ -8,8 +8,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from smat.geometry import Geometry, hyperplanes
-from smat.geometry.field import check_index, check_integer, from_digits, to_digits
+from smat.geometry import Geometry
+from smat.geometry.field import check_index, check_integer, from_digits, offsets, to_digits
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class TokenHash:
     >>> bool((cells[0, 0] == cells[0, 2]).all())  # a repeated token falls into the same cell
     True
 
-    Paper: x = `table`, one for each head; u_t = `profile(token_ids)[:, t]`. Heads draw their tables
-    apart, so that tokens which collide in one head are told apart by another.
+    Paper: x = `profile`; u_t = `profile(token_ids)[:, t]`. Heads draw their tables apart, so that
+    tokens which collide in one head are told apart by another.
     """
 
     vocab_size: int
@@ -35,10 +35,6 @@ class TokenHash:
     def __post_init__(self) -> None:
         check_integer("vocab_size", self.vocab_size, least=1)
         check_integer("num_heads", self.num_heads, least=1)
-
-    def table(self, device: torch.device | str = "cpu") -> Tensor:
-        """Return the cell of every token in every head, `(H, vocab_size)` long."""
-        return _hash_table(self, torch.device(device)).clone()
 
     def profile(self, token_ids: Tensor) -> Tensor:
         """Look the cells of tokens up: `(B, T)` -> `(B, T, H)`."""
@@ -63,9 +59,8 @@ def type_through_cell(geometry: Geometry, direction_index: Tensor, profile: Tens
     >>> type_through_cell(geometry, torch.tensor([0, 1]), torch.tensor([7, 7]))
     tensor([1, 8])
 
-    type(i) = H_(a, a . u), so a query sees every distant key whose token repeats its own.
-
-    Paper: a = `direction_index`, u = `profile`; both broadcast.
+    type(i) = H_(a, a . u), so a query sees every distant key whose token repeats its own. Paper:
+    a = `direction_index`, u = `profile`; both broadcast.
     """
     return geometry.type_index(direction_index, geometry.offset_of(direction_index, profile))
 
@@ -74,16 +69,13 @@ def agreeing_direction(geometry: Geometry, cells: Tensor) -> tuple[Tensor, Tenso
     """Find a direction along which all given cells lie on one hyperplane: `(..., k)` -> `(...)`.
 
     >>> geometry = Geometry(vc_dim=3, field_size=5)
-    >>> direction, exists = agreeing_direction(geometry, torch.tensor([[7, 11], [0, 0]]))
-    >>> direction, exists
+    >>> agreeing_direction(geometry, torch.tensor([[7, 11], [0, 0]]))
     (tensor([1, 0]), tensor([True, True]))
-    >>> type_through_cell(geometry, direction[0], torch.tensor([7, 11]))  # one line holds both
+    >>> type_through_cell(geometry, torch.tensor(1), torch.tensor([7, 11]))  # one line holds both
     tensor([8, 8])
 
     The first direction a with a . u_1 = ... = a . u_k, and whether there is one; where there is
-    none, direction 0. Up to D = d - 1 cells always lie on one hyperplane.
-
-    Paper: u_1, ..., u_k = `cells`.
+    none, direction 0. Up to D = d - 1 cells always lie on one hyperplane. Paper: u = `cells`.
     """
     if cells.ndim < 1 or cells.shape[-1] < 1:
         raise ValueError(f"cells must be (..., k) with k >= 1, but they are {tuple(cells.shape)}")
@@ -94,7 +86,7 @@ def agreeing_direction(geometry: Geometry, cells: Tensor) -> tuple[Tensor, Tenso
         return flat, torch.ones_like(flat, dtype=torch.bool)
     point = to_digits(cells, field_size, ambient_dim)
     apart = from_digits((point[..., 1:, :] - point[..., :1, :]) % field_size, field_size)
-    orthogonal = (hyperplanes.offsets(field_size, ambient_dim, cells.device) == 0).T.contiguous()
+    orthogonal = (offsets(field_size, ambient_dim, cells.device) == 0).T.contiguous()
     agrees = torch.ones_like(orthogonal[cells[..., 0].long()])
     for difference in apart.unbind(-1):
         agrees &= orthogonal[difference]

@@ -1,19 +1,16 @@
 """Place the line between distant and recent keys: schedules n(t) (stepped window and appendix).
 
-A schedule says how many leading keys are distant for each query. It is constant over segments of
-queries and never decreases, and every schedule is known in closed form: no answer takes longer at a
-later position.
+A schedule says how many leading keys are distant for each query: constant over segments of queries,
+never decreasing, and known in closed form at every position.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import count
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-from smat.geometry import default_num_distant
 from smat.geometry.field import check_integer
 
 
@@ -29,15 +26,13 @@ class Segment(NamedTuple):
 class BoundarySchedule(ABC):
     """The recipe of n(t); `resolve` turns it into the schedule of a horizon.
 
-    >>> window(step=4).segments(14)
-    (Segment(start=0, stop=8, boundary=0), Segment(start=8, stop=12, boundary=4), \
-Segment(start=12, stop=14, boundary=8))
+    >>> window(step=4).segments(12)
+    (Segment(start=0, stop=8, boundary=0), Segment(start=8, stop=12, boundary=4))
     >>> window(step=4).boundary_at(13), window(step=4).segment_index(13)
     (8, 2)
 
-    Segments are numbered from 0. `moves` tells whether a query can find another boundary than an
-    earlier recent query did; `horizon_free` whether n(t) depends on t alone, so that decoding may
-    run past the horizon.
+    Segments are numbered from 0. `moves`: a query can find another boundary than an earlier recent
+    query did. `horizon_free`: n(t) depends on t alone, so that decoding may run past the horizon.
 
     Paper: n(t) = `boundary_at(t - 1)`; T_max = the horizon of the mask; c_dc = a window's `step`.
     """
@@ -47,9 +42,9 @@ Segment(start=12, stop=14, boundary=8))
     horizon_free: ClassVar[bool] = True
 
     @property
-    @abstractmethod
     def num_segments(self) -> int | None:
         """The number of segments, None if they never end."""
+        return None
 
     @abstractmethod
     def segment_index(self, position: int, /) -> int:
@@ -85,21 +80,11 @@ Segment(start=12, stop=14, boundary=8))
         return self
 
     def segments(self, seq_len: int) -> tuple[Segment, ...]:
-        """Cut `[0, seq_len)` where the boundary changes.
-
-        >>> kept(3).segments(5)
-        (Segment(start=0, stop=3, boundary=0), Segment(start=3, stop=5, boundary=3))
-        """
-        last = self.segment_index(check_integer("seq_len", seq_len, least=1) - 1)
-        starts = [*(self.segment_start(index) for index in range(last + 1)), seq_len]
-        return tuple(
-            Segment(starts[index], starts[index + 1], self.segment_boundary(index))
-            for index in range(last + 1)
-        )
-
-    def pieces(self) -> Iterator[tuple[int, int]]:  # until the timeline is gone
-        numbers = count() if self.num_segments is None else range(self.num_segments)
-        return ((self.segment_start(index), self.segment_boundary(index)) for index in numbers)
+        """Cut `[0, seq_len)` where the boundary changes."""
+        indices = range(self.segment_index(check_integer("seq_len", seq_len, least=1) - 1) + 1)
+        starts = [self.segment_start(index) for index in indices]
+        boundaries = [self.segment_boundary(index) for index in indices]
+        return tuple(map(Segment, starts, [*starts[1:], seq_len], boundaries))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that `schedule_from_dict` turns back into this schedule."""
@@ -112,8 +97,6 @@ class KeptBoundary(BoundarySchedule):
 
     >>> [kept(2).boundary_at(position) for position in range(5)]
     [0, 0, 2, 2, 2]
-
-    The first n queries form the block L_n: they see their own prefix only.
     """
 
     num_distant: int
@@ -121,8 +104,8 @@ class KeptBoundary(BoundarySchedule):
     moves: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        num_distant = check_integer("num_distant", self.num_distant, least=0)
-        object.__setattr__(self, "num_distant", num_distant)
+        count = check_integer("num_distant", self.num_distant, least=0)
+        object.__setattr__(self, "num_distant", count)
 
     @property
     def num_segments(self) -> int:
@@ -151,8 +134,6 @@ class RebuiltBoundary(BoundarySchedule):
 
     >>> rebuilt().resolve(seq_len=1000, chunk_size=64)
     KeptBoundary(num_distant=448)
-
-    It must know T, so a mask resolves it; by itself it has no segments.
     """
 
     kind: ClassVar[str] = "rebuilt"
@@ -160,13 +141,10 @@ class RebuiltBoundary(BoundarySchedule):
     horizon_free: ClassVar[bool] = False
 
     def resolve(self, seq_len: int, chunk_size: int) -> BoundarySchedule:
-        return KeptBoundary(default_num_distant(seq_len, chunk_size))
+        return KeptBoundary(chunk_size * (seq_len // (2 * chunk_size)))
 
     def segment_index(self, position: int = 0, /) -> NoReturn:
-        raise ValueError(
-            "rebuilt() depends on the horizon: ask a mask for its segments, "
-            "or call rebuilt().resolve(seq_len, chunk_size) first"
-        )
+        raise ValueError("rebuilt() depends on the horizon: call its resolve(seq_len, chunk_size)")
 
     segment_start = segment_boundary = edge_index = segment_index
     num_segments = property(segment_index)
@@ -182,7 +160,6 @@ class DoublingBoundary(BoundarySchedule):
 
     kind: ClassVar[str] = "doubling"
     moves: ClassVar[bool] = True
-    num_segments: ClassVar[None] = None
 
     def segment_index(self, position: int) -> int:
         return (position + 1).bit_length() - 1  # floor(log2 t)
@@ -210,7 +187,6 @@ class WindowBoundary(BoundarySchedule):
     step: int
     kind: ClassVar[str] = "window"
     moves: ClassVar[bool] = True
-    num_segments: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         step = check_integer("the step of a window", self.step, least=1)

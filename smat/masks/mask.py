@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from smat.geometry import Geometry
 from smat.geometry.field import check_index, check_integer
 from smat.masks.boundary import BoundarySchedule, RebuiltBoundary, Segment, schedule_from_dict
-from smat.masks.dense import count_on_hyperplane, decay_between, dense_support
 
 
 class SMatWarning(UserWarning):
@@ -41,8 +40,8 @@ class SMatMask:
     with q^d >= n), n(t) = `boundary` (None: n = c floor(T / 2c)), n = `num_distant`,
     m = `num_recent`, P and B = `geometry.num_profiles` and `geometry.num_types`.
 
-    The geometry belongs to the boundary that never moves, and otherwise to the horizon. A length
-    without a distant block gives the plain causal mask.
+    The geometry belongs to the boundary if that never moves, else to the horizon. A length without
+    a distant block gives the plain causal mask.
     """
 
     seq_len: int
@@ -77,24 +76,20 @@ class SMatMask:
 
     def _check_horizon(self) -> None:
         """Refuse a boundary past the horizon; say what does not hold of a mask so short."""
-        space, c, n = self.geometry, self.chunk_size, self.num_distant
-        if self.schedule.anchor > self.seq_len:
-            raise ValueError(
-                f"boundary {self.boundary.describe()} lies past the horizon seq_len = "
-                f"{self.seq_len}; keep at most {self.seq_len} keys distant"
-            )
+        space, c, n, horizon = self.geometry, self.chunk_size, self.num_distant, self.seq_len
+        if self.schedule.anchor > horizon:
+            raise ValueError(f"{self.boundary.describe()} lies past the horizon T = {horizon}")
         if n > 0 and not self.boundary.moves and not self.guarantees_vc_dim:
             _warn_once(
-                f"VC = {self.vc_dim} is not guaranteed at T = {self.seq_len}, n = {n}, m = "
+                f"VC = {self.vc_dim} is not guaranteed at T = {horizon}, n = {n}, m = "
                 f"{self.num_recent}: q = {space.field_size} has P = {space.num_profiles} and B = "
-                f"{space.num_types}, but the proof needs P <= n and 2B <= m. The mask is valid and "
-                "causal all the same; a longer sequence, a smaller vc_dim or a smaller field_size "
-                "would restore the guarantee."
+                f"{space.num_types}, but the proof needs P <= n and 2B <= m. It is causal all "
+                "the same; a longer sequence, a smaller vc_dim or a smaller field_size would help."
             )
         # A single token has no past whatever d is, and decoding may go past a free horizon.
-        if n == 0 and self.vc_dim > 1 and self.seq_len > 1 and not self.boundary.horizon_free:
+        if n == 0 and self.vc_dim > 1 and horizon > 1 and not self.boundary.horizon_free:
             _warn_once(
-                f"vc_dim = {self.vc_dim} is without effect at T = {self.seq_len}: with chunks of "
+                f"vc_dim = {self.vc_dim} is without effect at T = {horizon}: with chunks of "
                 f"c = {c} tokens nothing is distant below T = 2c = {2 * c}"
             )
 
@@ -113,10 +108,9 @@ class SMatMask:
         """The points and hyperplanes that profiles and types number."""
         if self.field_size is not None:
             return Geometry(vc_dim=self.vc_dim, field_size=self.field_size)
-        schedule = (RebuiltBoundary() if self.boundary.moves else self.boundary).resolve(
-            self.seq_len, self.chunk_size
-        )
-        return Geometry.for_distant(schedule.anchor, self.vc_dim)
+        fixed = RebuiltBoundary() if self.boundary.moves else self.boundary
+        anchor = fixed.resolve(self.seq_len, self.chunk_size).anchor
+        return Geometry.for_distant(anchor, self.vc_dim)
 
     @cached_property
     def num_distant(self) -> int:
@@ -136,9 +130,8 @@ class SMatMask:
         (True, False)
 
         The proof asks for P <= n, so that every basis point is some key's profile, and for 2B <= m,
-        so that every hyperplane is some query's type both before and after one recent key. At d = 1
-        two tokens are enough. Where the boundary moves nothing is proved: such masks can shatter
-        more than d columns.
+        so that every hyperplane is some query's type both before and after one recent key. Where
+        the boundary moves nothing is proved: such masks can shatter more than d columns.
         """
         if self.vc_dim == 1:
             return self.seq_len >= 2
@@ -151,7 +144,10 @@ class SMatMask:
         >>> SMatMask(seq_len=64, vc_dim=2, chunk_size=16).segments(40)
         (Segment(start=0, stop=32, boundary=0), Segment(start=32, stop=40, boundary=32))
         """
-        return self.schedule.segments(self.check_length(length))
+        length = self.check_length(length)
+        if torch.compiler.is_compiling():  # which warns of caches
+            return self.schedule.segments(length)
+        return _segments(self.schedule, length)
 
     def boundaries(
         self, length: int | None = None, device: torch.device | str | None = None
@@ -167,8 +163,7 @@ class SMatMask:
             raise ValueError(f"a sequence has at least one token, but its length is {length}")
         if length > self.seq_len and not self.boundary.horizon_free:
             raise ValueError(
-                f"length {length} is past the horizon of a mask with T = {self.seq_len}, "
-                f"d = {self.vc_dim}, n = {self.num_distant}; "
+                f"length {length} is past the horizon of {self.describe()}; "
                 f"use mask.for_length({length}), or a boundary that needs no horizon"
             )
         return length
@@ -179,29 +174,22 @@ class SMatMask:
         >>> SMatMask(1024, 3).for_length(256).describe()
         'SMatMask: T = 256, d = 3, q = 7, n = 128, c = 64, boundary = rebuilt()'
 
-        A boundary that moves keeps the geometry of its horizon at every length, so that shorter
-        masks are leading blocks of longer ones; a given field size is kept as well.
+        A boundary that moves keeps the geometry of its horizon, so that shorter masks are leading
+        blocks of longer ones; a given field size is kept as well.
         """
         field_size = self.geometry.field_size if self.boundary.moves else self.field_size
         recipe = (self.vc_dim, self.chunk_size, field_size, self.boundary)
         return SMatMask(seq_len, *recipe, _derived=True)
 
     def profile(self, positions: Tensor) -> Tensor:
-        """Return the positional profile of the keys at 0-based positions: prof(j) = j mod P.
-
-        >>> SMatMask(64, vc_dim=2, chunk_size=16, field_size=3).profile(torch.arange(5))
-        tensor([0, 1, 2, 0, 1])
-        """
+        """Return the positional profile of the keys at 0-based positions: prof(j) = j mod P."""
         return positions.long() % self.geometry.num_profiles
 
     def query_type(self, positions: Tensor) -> Tensor:
         """Return the positional type of the queries at 0-based positions: type(i) = i mod B.
 
-        >>> SMatMask(64, vc_dim=2, chunk_size=16, field_size=3).query_type(torch.arange(32, 37))
-        tensor([1, 2, 0, 1, 2])
-
-        Recent queries are counted from the boundary if it never moves, else from the start; the
-        paper's i begins at 1.
+        The paper's i counts recent queries, from 1: behind a boundary that never moves, else from
+        the start of the sequence.
         """
         return (positions.long() - self.schedule.anchor + 1) % self.geometry.num_types
 
@@ -217,6 +205,8 @@ class SMatMask:
     ) -> Tensor:
         """Write the mask out: `(T, T)` bool, or `(B, H, T, T)` if an argument is `(B, T, H)`.
 
+        M[t, j] = 1 for n(t) <= j <= t, C[type(t), prof(j)] for j < n(t), and 0 for j > t (0-based):
+
         >>> SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2).dense(6)[4:].int()
         tensor([[0, 1, 0, 1, 1, 0],
                 [1, 0, 1, 0, 1, 1]], dtype=torch.int32)
@@ -231,10 +221,8 @@ class SMatMask:
             if values is None:
                 continue
             if values.ndim != 3 or length not in (None, values.shape[1]):
-                wanted = "T" if length is None else length
-                raise ValueError(
-                    f"{name} must be (B, {wanted}, H), but it is {tuple(values.shape)}"
-                )
+                expected = f"(B, {length or 'T'}, H)"
+                raise ValueError(f"{name} must be {expected}, but it is {tuple(values.shape)}")
             length, device = values.shape[1], values.device if device is None else device
         boundaries = self.boundaries(length, device)
         position = torch.arange(len(boundaries), device=device)
@@ -242,24 +230,15 @@ class SMatMask:
             own(position) if values is None else values.to(position).movedim(-1, 1)
             for own, values in ((self.profile, profile), (self.query_type, query_type))
         )
-        support = dense_support(self.geometry, boundaries, keys, queries)
+        distant = position < boundaries[:, None]
+        on_hyperplane = self.geometry.incidence(device)[queries[..., :, None], keys[..., None, :]]
+        support = (on_hyperplane | ~distant) & (position <= position[:, None])
         if log_decay is None:
             return support if dtype is None else support.to(dtype)
         if not bool((log_decay <= 0).all()):
             raise ValueError(f"log_decay must be 0 or less, but its largest is {log_decay.max()}")
         wide = log_decay.to(device, torch.promote_types(log_decay.dtype, torch.float32))
-        return (support * decay_between(wide.movedim(-1, 1))).to(dtype or log_decay.dtype)
-
-    def nnz(self, length: int | None = None) -> int:
-        """Count the entries of the positional mask in O(d T) work, without building it.
-
-        >>> SMatMask(seq_len=8, vc_dim=1).nnz(), 8 * 9 // 2
-        (36, 36)
-        """
-        boundary = self.boundaries(length)
-        position = torch.arange(len(boundary))
-        num_seen = count_on_hyperplane(self.geometry, self.query_type(position), boundary)
-        return int((position + 1 - boundary + num_seen).sum())
+        return (support * _decay_between(wide.movedim(-1, 1))).to(dtype or log_decay.dtype)
 
     def describe(self) -> str:
         """Return the recipe on one line, in the paper's symbols."""
@@ -274,17 +253,32 @@ class SMatMask:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SMatMask:
-        """Rebuild a mask from `mask.to_dict()`.
-
-        >>> mask = SMatMask(1024, 3)
-        >>> SMatMask.from_dict(mask.to_dict()) == mask
-        True
-        """
+        """Rebuild a mask from `mask.to_dict()`."""
         names = [data_field.name for data_field in fields(cls)]
         if set(data) != set(names):
             raise ValueError(f"a mask is saved as {names}, but got {list(data)}")
         plain = {**data, "boundary": schedule_from_dict(data["boundary"])}
         return cls(**plain, _derived=True)
+
+
+@lru_cache(maxsize=32, typed=True)
+def _segments(schedule: BoundarySchedule, length: int) -> tuple[Segment, ...]:
+    return schedule.segments(length)
+
+
+def _decay_between(log_decay: Tensor) -> Tensor:
+    """Multiply the gates between each key and each later query: `(..., T)` -> `(..., T, T)`.
+
+    A gate of -inf forgets every earlier key; it is counted apart, since inf - inf is no number.
+    """
+    is_reset = torch.isneginf(log_decay)
+    num_resets = is_reset.long().cumsum(-1)
+    total = log_decay.masked_fill(is_reset, 0.0).cumsum(-1)
+    # Above the diagonal the difference is positive: its exponential could overflow, and an infinity
+    # that is masked away still spoils the gradient.
+    difference = (total[..., :, None] - total[..., None, :]).clamp(max=0.0)
+    was_reset = num_resets[..., :, None] != num_resets[..., None, :]
+    return difference.exp().masked_fill(was_reset, 0.0).tril()
 
 
 @cache

@@ -22,14 +22,12 @@ _MAX_CELLS = 1 << 20  # of the sets that are counted in one go, times their trac
 
 
 def vc_dimension(matrix: Tensor) -> int:
-    """Return the VC dimension of the rows of a matrix, exactly.
+    """Return the VC dimension of the rows of a matrix, exactly; only its support counts.
 
     >>> vc_dimension(torch.ones(6, 6).tril())
     1
     >>> vc_dimension(torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]))
     2
-
-    Only the support counts, so a gated mask has the VC dimension of its nonzero entries.
     """
     return len(shattered_set(matrix))
 
@@ -40,10 +38,10 @@ def shattered_set(matrix: Tensor) -> tuple[int, ...]:
     >>> shattered_set(torch.ones(6, 6).tril())
     (1,)
 
-    Sizes 1, 2, ... are tried in turn up to floor(log2(number of distinct rows)); the first size
-    without a shattered set ends the search, since subsets of shattered sets are shattered.
+    Sizes are tried in turn up to floor(log2(number of distinct rows)), until one has no shattered
+    set: subsets of shattered sets are shattered.
     """
-    distinct_rows = _distinct_rows(_support(matrix))
+    distinct_rows = _distinct_rows(matrix)
     num_rows = len(distinct_rows)
     # A column is a bit set of rows. Equal ones get equal labels, so one of them stands for all.
     columns: dict[int, int] = {}
@@ -65,8 +63,7 @@ def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> li
     """Choose `num_missing` more columns so that every trace is realised.
 
     With k columns missing, each new trace must still have 2^(k-1) rows to tell apart, and a column
-    that fails here fails for every larger choice: these two facts cut the search down. The
-    smallest trace comes first, because it refuses most candidates.
+    that fails here fails for every larger choice. The smallest trace refuses most, and comes first.
     """
     least = 1 << (num_missing - 1)
     splitting = []
@@ -90,32 +87,20 @@ def _extend(traces: list[_Trace], candidates: list[int], num_missing: int) -> li
     return None
 
 
-def count_traces(matrix: Tensor, columns: Sequence[int] | Tensor) -> int:
-    """Count the distinct traces that the rows realise on a set of columns.
-
-    >>> count_traces(torch.ones(6, 6).tril(), [1, 4])
-    3
-    """
-    support = _support(matrix)
-    index = _column_index(support, columns)
-    if index.ndim != 1:
-        raise ValueError(f"columns must be one set, (k,), but their shape is {tuple(index.shape)}")
-    return len(_distinct_rows(support[:, index]))
-
-
 def count_traces_of_sets(matrix: Tensor, column_sets: Tensor) -> Tensor:
     """Count the traces on each of many sets of columns at once: `(N, k)` -> `(N,)`.
 
     >>> count_traces_of_sets(torch.ones(6, 6).tril(), torch.tensor([[1, 4], [0, 1]]))
     tensor([3, 2])
     """
-    support = _distinct_rows(_support(matrix))
-    index = _column_index(support, column_sets)
+    support = _distinct_rows(matrix)
+    index = column_sets.to(support.device, torch.long)
     if index.ndim != 2 or index.shape[1] > _MAX_COLUMNS:
-        raise ValueError(
-            f"column_sets must be (N, k) with k of at most {_MAX_COLUMNS}, "
-            f"but their shape is {tuple(index.shape)}"
-        )
+        shape = f"(N, k) with k of at most {_MAX_COLUMNS}"
+        raise ValueError(f"column_sets must be {shape}, but their shape is {tuple(index.shape)}")
+    check_index("columns", index, support.shape[1])
+    if bool((index.sort(-1).values.diff(dim=-1) == 0).any()):
+        raise ValueError(f"the columns of a set must differ, but they are {index.tolist()}")
     num_subsets = 1 << index.shape[1]
     bits = support.T.int().contiguous()
     num_sets = max(1, _MAX_CELLS // max(num_subsets, len(support)))
@@ -136,7 +121,7 @@ def shatters(matrix: Tensor, columns: Sequence[int] | Tensor) -> bool:
     >>> shatters(torch.ones(6, 6).tril(), [3]), shatters(torch.ones(6, 6).tril(), [1, 4])
     (True, False)
     """
-    return count_traces(matrix, columns) == 1 << len(columns)
+    return int(count_traces_of_sets(matrix, torch.as_tensor(columns)[None])) == 1 << len(columns)
 
 
 def multi_read_vc_bound(vc_dim: int, num_reads: int) -> int:
@@ -151,34 +136,18 @@ def multi_read_vc_bound(vc_dim: int, num_reads: int) -> int:
     theorem itself gives d, and at d = 1 the mask is causal whatever is read.
     """
     if vc_dim < 1 or num_reads < 1:
-        raise ValueError(
-            f"vc_dim and num_reads must be 1 or more, but they are {vc_dim} and {num_reads}"
-        )
+        raise ValueError(f"vc_dim and num_reads are 1 or more, but are {vc_dim} and {num_reads}")
     if vc_dim == 1 or num_reads == 1:
         return vc_dim
-    ambient_dim = vc_dim - 1
-    size = ambient_dim
+    size = ambient_dim = vc_dim - 1
     # The excess of the right side is concave and positive at s = D: it changes sign once.
     while size + 1 <= ambient_dim * num_reads * math.log2(math.e * (size + 1) / ambient_dim):
         size += 1
     return size + 2
 
 
-def _support(matrix: Tensor) -> Tensor:
+def _distinct_rows(matrix: Tensor) -> Tensor:
     if matrix.ndim != 2 or len(matrix) == 0:
         raise ValueError(f"a matrix with at least one row is needed, got {tuple(matrix.shape)}")
-    return matrix != 0
-
-
-def _distinct_rows(support: Tensor) -> Tensor:
     # torch refuses to compare rows without entries; they are all equal.
-    return torch.unique(support, dim=0) if support.shape[1] else support[:1]
-
-
-def _column_index(support: Tensor, columns: Sequence[int] | Tensor) -> Tensor:
-    index = torch.as_tensor(columns, device=support.device).long()
-    check_index("columns", index, support.shape[1])
-    ordered = index.sort(-1).values
-    if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
-        raise ValueError(f"the columns of a set must differ, but they are {index.tolist()}")
-    return index
+    return torch.unique(matrix != 0, dim=0) if matrix.shape[1] else matrix[:1] != 0

@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 
-from smat.tasks.recall import RecallInEpochs, distinct, restore_tuples
-from smat.tasks.task import Batch, generator_of
+from smat.tasks.task import Batch, RecallInEpochs, distinct, generator_of, restore_tuples
 
 PAD, BOS, SEP, FIRST_CONTEXT = 0, 1, 2, 3
 
@@ -28,10 +26,8 @@ class JointRecall(RecallInEpochs):
     >>> batch.rows, batch.targets
     (tensor([[34, 37, 40, 43]]), tensor([[559, 550, 553, 549]]))
 
-    A load (C, K) has C contexts and K keys, each without repetition; all contexts have the same
-    keys, and each of the C K values is uniform over 16. Records and queries are shuffled apart. The
-    value is to be predicted on the query's key. Half of the sequence holds BOS and the records, SEP
-    opens the other half, and padding fills both.
+    A load (C, K) has C contexts with the same K keys, none repeated, and values uniform over 16.
+    `describe` says the rest.
     """
 
     loads: tuple[tuple[int, int], ...] = ((1, 4), (2, 8), (8, 16), (16, 16), (32, 16))
@@ -50,14 +46,11 @@ class JointRecall(RecallInEpochs):
         restore_tuples(self, "loads")
         for contexts, keys in self.loads:
             if not (1 <= contexts <= self.num_contexts and 1 <= keys <= self.key_alphabet):
-                raise ValueError(
-                    f"a load takes 1 to {self.num_contexts} contexts and 1 to {self.key_alphabet} "
-                    f"keys, but it is {(contexts, keys)}"
-                )
+                allowed = f"1 to {self.num_contexts} contexts and 1 to {self.key_alphabet} keys"
+                raise ValueError(f"a load takes {allowed}, but it is {(contexts, keys)}")
 
     @property
     def vocab_size(self) -> int:
-        """Three signs, the contexts, the keys and the values."""
         return FIRST_CONTEXT + self.num_contexts + self.key_alphabet + self.num_values
 
     @property
@@ -76,19 +69,19 @@ class JointRecall(RecallInEpochs):
         value = torch.randint(self.num_values, (num_examples, count), generator=generator)
         value += first_key + self.key_alphabet
         context, key = context.repeat_interleave(keys, 1), key.repeat(1, contexts)
-        pad = torch.full_like(value, PAD)
         ids = torch.full((num_examples, sequence_length(contexts, keys)), PAD)
         half = ids.shape[1] // 2
         order = distinct(num_examples, count, count, generator)
         asked = distinct(num_examples, count, count, generator)
         ids[:, 0], ids[:, half] = BOS, SEP
-        ids[:, 1 : 1 + 3 * count] = _interleave(context, key, value, order)
-        ids[:, half + 1 : half + 1 + 3 * count] = _interleave(context, key, pad, asked)
+        for place, column in enumerate((context, key, value), start=1):
+            ids[:, place : place + 3 * count : 3] = column.gather(1, order)
+        for place, column in enumerate((context, key), start=half + 1):
+            ids[:, place : place + 3 * count : 3] = column.gather(1, asked)
         rows = (half + 2 + 3 * torch.arange(count)).expand(num_examples, -1).contiguous()
         return Batch({"token_ids": ids}, rows, value.gather(1, asked), _cell(load))
 
     def controls(self) -> dict[str, float]:
-        """Return chance, and what a model reaches that looks at one field of the query alone."""
         best = {load: best_single_field(*load, self.num_values) for load in self.loads}
         controls = {
             "a random value": 100 / self.num_values,
@@ -140,12 +133,6 @@ def best_single_field(
         by_key = value.sum(1).amax(-1).mean(-1) / num_contexts
         total += torch.maximum(by_context, by_key).double().sum().item()
     return total / num_examples
-
-
-def _interleave(first: Tensor, second: Tensor, third: Tensor, order: Tensor) -> Tensor:
-    """Write three columns as one row of triples, in a given order."""
-    columns = [column.gather(1, order) for column in (first, second, third)]
-    return torch.stack(columns, -1).flatten(1)
 
 
 def _cell(load: tuple[int, int]) -> str:

@@ -9,20 +9,14 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from smat.masks import BoundarySchedule, doubling, kept, window
-from smat.tasks.recall import check_split, distinct, restore_tuples
-from smat.tasks.task import Batch, Task, generator_of
+from smat.masks import doubling, kept, window
+from smat.tasks.task import Batch, Task, check_split, distinct, generator_of, restore_tuples
 
-
-class Layout(NamedTuple):
-    """Where the pairs and the queries of the keys stand, both (B, N)."""
-
-    key: Tensor  # the value stands behind it
-    query: Tensor
+Layout = tuple[Tensor, Tensor]  # where the pairs and the queries of the keys stand, (B, N) each
 
 
 class Cell(NamedTuple):
-    """What is evaluated: a length with a uniform layout, or a gap between pairs and queries."""
+    """What is evaluated: a uniform layout, or one with a gap between pairs and queries."""
 
     length: int
     gap: int | None = None
@@ -46,10 +40,9 @@ class LengthRecall(Task):
     >>> sorted({batch.cell for batch in task.eval_batches(seed=0)})
     ['D=0', 'D=32', 'T=32', 'T=64']
 
-    Every key occurs twice: with its value behind it, and later as a query, where the value is to be
-    predicted. Under the uniform layout all arrangements without overlap are equally likely. Under
-    the placed layout all pairs lie in a region of `region` tokens, all queries in the region that
-    ends the sequence, and D tokens between the two; D runs over `gaps`.
+    Under the placed layout all pairs lie in a region of `region` tokens, all queries in the region
+    that ends the sequence, and D tokens between the two; `describe` says the rest. Paper: D is one
+    of `gaps`.
     """
 
     seq_len: int = 1024
@@ -68,27 +61,21 @@ class LengthRecall(Task):
 
     def __post_init__(self) -> None:
         restore_tuples(self, "eval_lengths", "gaps")
-        if not 1 <= self.num_pairs <= min(self.num_keys, self.num_values):
-            raise ValueError(
-                f"num_pairs = {self.num_pairs}, but there are {self.num_keys} keys and "
-                f"{self.num_values} values"
-            )
-        shortest, in_region = min((self.seq_len, *self.eval_lengths)), 2 * self.num_pairs
-        if 3 * self.num_pairs > shortest or (self.gaps and in_region > self.region):
-            raise ValueError(
-                f"num_pairs = {self.num_pairs} needs {3 * self.num_pairs} tokens, and {in_region} "
-                f"in a region, but the shortest length is {shortest} and region = {self.region}"
-            )
-        longest = self.placed_length - 2 * self.region
+        pairs, region = self.num_pairs, self.region
+        if not 1 <= pairs <= min(self.num_keys, self.num_values):
+            available = f"{self.num_keys} keys and {self.num_values} values"
+            raise ValueError(f"num_pairs = {pairs}, but there are {available}")
+        shortest = min((self.seq_len, *self.eval_lengths))
+        if shortest < 3 * pairs or (self.gaps and region < 2 * pairs):
+            needed = f"num_pairs = {pairs} needs {3 * pairs} tokens, and {2 * pairs} in a region"
+            raise ValueError(f"{needed}, but the shortest length is {shortest}, {region = }")
+        longest = self.placed_length - 2 * region
         if any(not 0 <= gap <= longest for gap in self.gaps):
-            raise ValueError(
-                f"placed_length = {self.placed_length} and region = {self.region} leave gaps of 0 "
-                f"to {longest}, but they are {self.gaps}"
-            )
+            allowed = f"placed_length = {self.placed_length} leaves gaps of 0 to {longest}"
+            raise ValueError(f"{allowed}, but they are {self.gaps}")
 
     @property
     def vocab_size(self) -> int:
-        """The keys, then the values, then the noise."""
         return self.num_keys + self.num_values + self.num_noise
 
     @property
@@ -108,56 +95,49 @@ class LengthRecall(Task):
         return self._draw(Cell(self.seq_len), batch_size, generator)
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
-        """Make held-out examples: all lengths and gaps to test, the training length to validate."""
         check_split(split)
         for cell in self._cells() if split == "test" else [Cell(self.seq_len)]:
             generator = generator_of(self.name, seed, split, cell.name)
             yield from self._draw(cell, self.num_eval, generator).split(self.eval_batch_size)
 
     def _draw(self, cell: Cell, num_examples: int, generator: torch.Generator) -> Batch:
-        layout = self._layout(cell, num_examples, generator)
+        place, query = self._layout(cell, num_examples, generator)
         first_noise, shape = self.num_keys + self.num_values, (num_examples, cell.length)
         ids = torch.randint(first_noise, self.vocab_size, shape, generator=generator)
         key = distinct(num_examples, self.num_pairs, self.num_keys, generator)
         value = distinct(num_examples, self.num_pairs, self.num_values, generator) + self.num_keys
-        ids.scatter_(1, layout.key, key).scatter_(1, layout.key + 1, value)
-        ids.scatter_(1, layout.query, key)
-        rows, order = layout.query.sort(-1)
+        ids.scatter_(1, place, key).scatter_(1, place + 1, value).scatter_(1, query, key)
+        rows, order = query.sort(-1)
         return Batch({"token_ids": ids}, rows, value.gather(1, order), cell.name)
 
     def _layout(self, cell: Cell, num_examples: int, generator: torch.Generator) -> Layout:
-        """Draw a uniform layout; or pairs in one region and queries in the last, in any orders."""
         if cell.gap is None:
             return uniform_layout(num_examples, self.num_pairs, cell.length, generator)
-        # As below, pairs are first shrunk to one token each.
+        # Pairs in one region, queries in the last; as below, pairs first shrink to one token each.
         shrunk = distinct(num_examples, self.num_pairs, self.region - self.num_pairs, generator)
         key = shrunk.sort(-1).values + torch.arange(self.num_pairs)
         query = distinct(num_examples, self.num_pairs, self.region, generator)
-        return Layout(
-            key + cell.length - 2 * self.region - cell.gap, query + cell.length - self.region
-        )
-
-    def schedules(self, length: int) -> dict[str, BoundarySchedule]:
-        """Return the paper's boundary schedules with a long-range branch, for a length."""
-        return {
-            "kept": kept(self.seq_len // 2),
-            "rebuilt": kept(length // 2),
-            "doubling": doubling(),
-            "window_8": window(self.seq_len // 8),
-            "window_4": window(self.seq_len // 4),
-        }
+        last = cell.length - self.region
+        return key + last - self.region - cell.gap, query + last
 
     def controls(self) -> dict[str, float]:
-        """Return chance levels, and how many queries find their value behind each boundary."""
         controls = {
             "a random value": 100 / self.num_values,
             "a random value of the sequence": 100 / self.num_pairs,
         }
         for cell in self._cells():
-            layout = self._layout(cell, 200, generator_of(self.name, "controls", cell.name))
-            for arm, schedule in self.schedules(cell.length).items():
-                boundary = _boundaries(schedule, cell.length)[layout.query]
-                behind = (layout.key + 1 < boundary).double().mean().item()
+            schedules = {
+                "kept": kept(self.seq_len // 2),
+                "rebuilt": kept(cell.length // 2),
+                "doubling": doubling(),
+                "window_8": window(self.seq_len // 8),
+                "window_4": window(self.seq_len // 4),
+            }
+            generator = generator_of(self.name, "controls", cell.name)
+            key, query = self._layout(cell, 200, generator)
+            for arm, schedule in schedules.items():
+                boundary = torch.tensor([schedule.boundary_at(t) for t in range(cell.length)])
+                behind = (key + 1 < boundary[query]).double().mean().item()
                 controls[f"value behind the boundary, {arm}, {cell.name}"] = 100 * behind
         return controls
 
@@ -182,11 +162,9 @@ def uniform_layout(
 ) -> Layout:
     """Draw pairs (two tokens) and queries (one token) uniformly, each query behind its pair.
 
-    >>> layout = uniform_layout(5, 3, 9, torch.Generator().manual_seed(0))  # no token is left over
-    >>> torch.stack([layout.key, layout.key + 1, layout.query]).transpose(0, 1).flatten(1).sort()[0]
-    tensor([[0, 1, 2, 3, 4, 5, 6, 7, 8],
-            ...
-            [0, 1, 2, 3, 4, 5, 6, 7, 8]])
+    >>> key, query = uniform_layout(1, 3, 9, torch.Generator().manual_seed(0))
+    >>> torch.cat([key, key + 1, query]).flatten().sort()[0]  # no token is left over
+    tensor([0, 1, 2, 3, 4, 5, 6, 7, 8])
     """
     # With each pair shrunk to one token, items are any 2 N of the places left, and any matching of
     # the items into twos says which belong together; the earlier one of two grows again.
@@ -196,10 +174,4 @@ def uniform_layout(
     pair, query = torch.minimum(one, other), torch.maximum(one, other)
     is_pair = torch.zeros_like(place).scatter_(1, pair, 1)
     place = place + is_pair.cumsum(-1) - is_pair
-    return Layout(place.gather(1, pair), place.gather(1, query))
-
-
-def _boundaries(schedule: BoundarySchedule, length: int) -> Tensor:
-    """Return n(t) of every position, (T,)."""
-    segments = schedule.segments(length)
-    return torch.cat([torch.full((each.stop - each.start,), each.boundary) for each in segments])
+    return place.gather(1, pair), place.gather(1, query)

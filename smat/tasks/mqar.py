@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smat.tasks.recall import RecallInEpochs, distinct, restore_tuples
-from smat.tasks.task import Batch, generator_of
+from smat.tasks.task import Batch, RecallInEpochs, distinct, generator_of, restore_tuples
 
 TRAIN_LOADS = ((64, 4, 100_000), (128, 8, 20_000), *((256, N, 20_000) for N in (16, 32, 64)))
 EVAL_LOADS = ((64, 4), (64, 8), (64, 16), (128, 32), (256, 64))
@@ -32,9 +31,7 @@ class MQAR(RecallInEpochs):
     tokens is k_1 v_1 ... k_N v_N; behind it key i stands at 2N + 2 g_i, where g_1, ..., g_N are
     drawn without replacement from 0 .. S - 1, S = (T - 2N) / 2, with p(g) ~ a (g + 1)^(a - 1), and
     the other places hold random tokens. The value is to be predicted on the key; it is not there
-    behind it.
-
-    A load is (T, N, examples to train on), or (T, N) to evaluate on.
+    behind it. A load is (T, N, examples to train on), or (T, N) to evaluate on.
 
     Paper: V = `vocab_size`; a = `power` (Zoology's `power_a`).
     """
@@ -52,16 +49,13 @@ class MQAR(RecallInEpochs):
 
     def __post_init__(self) -> None:
         restore_tuples(self, "train_loads", "eval_loads")
-        for seq_len, num_pairs, *_ in self.train_loads + self.eval_loads:
-            if not 1 <= num_pairs <= seq_len // 4:
-                raise ValueError(
-                    f"a load needs 4 N <= T and N >= 1, but T = {seq_len} and N = {num_pairs}"
-                )
-            if num_pairs > self._first_value - 1:
-                raise ValueError(
-                    f"vocab_size = {self.vocab_size} has {self._first_value - 1} keys, "
-                    f"but a load has N = {num_pairs} pairs"
-                )
+        num_keys = self._first_value - 1
+        for length, pairs, *_ in self.train_loads + self.eval_loads:
+            load = f"T = {length} and N = {pairs}"
+            if not 1 <= pairs <= length // 4:
+                raise ValueError(f"a load needs 4 N <= T and N >= 1, but {load}")
+            if pairs > num_keys:
+                raise ValueError(f"vocab_size = {self.vocab_size} has {num_keys} keys, but {load}")
 
     @property
     def _first_value(self) -> int:
@@ -99,7 +93,6 @@ class MQAR(RecallInEpochs):
         return weighted_order(num_rows, weights, generator)[:, :num_pairs]
 
     def controls(self) -> dict[str, float]:
-        """Return chance levels, and how many queries lie behind the middle of the sequence."""
         num_values = self.vocab_size - self._first_value
         guesses = [100 / num_pairs for _, num_pairs in self.eval_loads]
         controls = {
@@ -136,9 +129,8 @@ def weighted_order(num_rows: int, weights: Tensor, generator: torch.Generator) -
     >>> round((order[:, 0] == 1).double().mean().item(), 1)
     0.8
 
-    A race: index g finishes after an exponential time of rate w(g), which is -log(1 - u) / w(g).
-    It comes first with probability w(g) / sum w, and waiting times have no memory, so that the
-    order of arrival is the order of drawing.
+    A race: index g finishes after an exponential time -log(1 - u) / w(g), first with probability
+    w(g) / sum w; waiting times have no memory, so arrivals are draws.
     """
     # Not `exponential_`, which draws other numbers where torch is built with another library.
     uniform = torch.rand(num_rows, len(weights), generator=generator, dtype=torch.float64)

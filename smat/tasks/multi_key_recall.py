@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from smat.geometry import Geometry
-from smat.tasks.recall import check_split, distinct
-from smat.tasks.task import Batch, Task, generator_of
+from smat.tasks.task import Batch, Task, check_split, distinct, generator_of
 
 FIRST_KEY = 1  # 0 is left for padding
 
@@ -50,20 +49,15 @@ class MultiKeyRecall(Task):
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_keys <= self.num_pairs <= self.key_alphabet:
-            raise ValueError(
-                "1 <= num_keys <= num_pairs <= key_alphabet is needed, but they are "
-                f"{self.num_keys}, {self.num_pairs} and {self.key_alphabet}"
-            )
+            numbers = f"{self.num_keys}, {self.num_pairs} and {self.key_alphabet}"
+            raise ValueError(f"1 <= num_keys <= num_pairs <= key_alphabet, but they are {numbers}")
+        length = f"seq_len = {self.seq_len}"
         if self._num_slots < self.num_pairs:
-            raise ValueError(
-                f"seq_len = {self.seq_len} has {self._num_slots} places for pairs in its first "
-                f"half, but num_pairs = {self.num_pairs}"
-            )
+            places = f"{self._num_slots} places for pairs in its first half"
+            raise ValueError(f"{length} has {places}, but num_pairs = {self.num_pairs}")
         if self._spacing < self.num_keys:
-            raise ValueError(
-                f"seq_len = {self.seq_len} leaves {self._spacing} tokens for each of "
-                f"{self.num_answers} answers, but each names num_keys = {self.num_keys} keys"
-            )
+            tokens = f"{self._spacing} tokens for each of {self.num_answers} answers"
+            raise ValueError(f"{length} leaves {tokens}, but num_keys = {self.num_keys}")
 
     @property
     def num_distant(self) -> int:
@@ -77,12 +71,10 @@ class MultiKeyRecall(Task):
 
     @property
     def vocab_size(self) -> int:
-        """Padding, the keys, the marker and the noise."""
         return self.marker + 1 + self.num_noise
 
     @property
     def payload_dim(self) -> int:
-        """A payload is the one-hot number of its pair."""
         return self.num_pairs
 
     @property
@@ -95,7 +87,6 @@ class MultiKeyRecall(Task):
 
     @property
     def num_outputs(self) -> int:
-        """One logit a pair."""
         return self.num_pairs
 
     @property
@@ -110,13 +101,11 @@ class MultiKeyRecall(Task):
         return self._draw(batch_size, generator_of(self.name, seed, "train", step))
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
-        """Make 8 batches of 32 sequences with 8 answers each: 2,048 queries."""
         check_split(split)
         for index in range(self.num_eval_batches):
             yield self._draw(self.eval_batch_size, generator_of(self.name, seed, split, index))
 
     def _draw(self, batch_size: int, generator: torch.Generator) -> Batch:
-        """Write noise everywhere, then the pairs, then the keys that the answer rows name."""
         shape = (batch_size, self.seq_len)
         ids = torch.randint(self.marker + 1, self.vocab_size, shape, generator=generator)
         place = distinct(batch_size, self.num_pairs, self._num_slots, generator).sort(-1).values * 2
@@ -127,7 +116,7 @@ class MultiKeyRecall(Task):
         payload[example, place + 1, torch.arange(self.num_pairs)] = 1.0
         num_queries = batch_size * self.num_answers
         asked = distinct(num_queries, self.num_keys, self.num_pairs, generator)
-        asked = asked.view(batch_size, self.num_answers, self.num_keys)
+        asked = asked.unflatten(0, (batch_size, self.num_answers))
         rows = self.num_distant - 1 + self._spacing * torch.arange(1, self.num_answers + 1)
         # The first key that is asked for stands in the answer row, the others before it.
         at = rows[:, None] - torch.arange(self.num_keys)
@@ -145,7 +134,6 @@ class MultiKeyRecall(Task):
         return ((outputs > 0.5) == (batch.targets > 0.5)).all(-1).float()
 
     def controls(self) -> dict[str, float]:
-        """Return what a model reaches that ignores the query, and how often some head sees all."""
         odds = self.num_keys / self.num_pairs
         entropy = -sum(p * math.log(p) for p in (odds, 1 - odds) if p > 0)
         controls = {
@@ -181,8 +169,7 @@ def coverage(geometry: Geometry, num_keys: int, num_heads: int) -> float:
     [16.3, 33.9]
 
     k cells lie on one hyperplane unless their k - 1 differences span F_q^D, which uniform vectors
-    do with probability (1 - q^-(k-1)) (1 - q^-(k-2)) ... (1 - q^-(k-D)), D = `ambient_dim`. A
-    hyperplane that holds them need not hold them alone.
+    do with probability (1 - q^-(k-1)) (1 - q^-(k-2)) ... (1 - q^-(k-D)), D = `ambient_dim`.
     """
     if geometry.ambient_dim == 0:
         return 1.0  # the only hyperplane is the whole space

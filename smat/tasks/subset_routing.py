@@ -27,20 +27,17 @@ class SubsetRouting(Task):
     >>> task.num_realised, round(task.controls()["certified ceiling"], 1)
     (7, 86.3)
 
-    Landmark l carries a payload x_l ~ N(0, 1) in channel l, and no other position has any, so that
-    a batch gives payloads (B, k) and the number of the request (B,), bit l of it for landmark l.
-    The request A is uniform over all 2^k subsets; the target is sum over l in A of x_l e_l. It is
-    named by position alone: the query is the first row of the mask whose trace on the landmarks is
-    A, or the first row of the nearest trace in Hamming distance if no row has it (of equals, one
-    with fewer extras). `vc_dim` is that of the mask that chooses landmarks and rows; 1 is the
-    causal mask, by which models without a mask are asked.
+    Landmark l carries a payload x_l ~ N(0, 1) in channel l, so that a batch gives payloads (B, k)
+    and the number of the request (B,), bit l of it for landmark l. The request A is uniform over
+    all 2^k subsets; the target is sum over l in A of x_l e_l. It is named by position alone: the
+    query is the first row of the mask whose trace on the landmarks is A, or the first row of the
+    nearest trace in Hamming distance if no row has it (of equals, one with fewer extras).
+    Models without a mask are asked by the causal one, `vc_dim` = 1.
 
     Landmarks are the witness of the paper's theorem, d - 1 distant positions whose profiles are the
     unit vectors and one recent position behind a full round of types (fewer if k < d); for k > d
-    each further one is that of 96 random distant positions which realises the most traces.
-
-    A row is right if the channels above 1 % of the example's largest payload are those of A: a
-    requested payload below that cannot be seen, which bounds what anyone can reach.
+    each further one is that of 96 random distant positions which realises the most traces. A row is
+    right if the channels above 1 % of the example's largest payload are those of A.
     """
 
     num_landmarks: int
@@ -62,13 +59,10 @@ class SubsetRouting(Task):
     def payload_dim(self) -> int:
         return self.num_landmarks
 
-    @property
-    def num_outputs(self) -> int:
-        return self.num_landmarks
+    num_outputs = payload_dim
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The positions up to the last row that is ever asked: nothing behind it matters."""
         return (int(self.rows.max()) + 1,)
 
     @property

@@ -1,15 +1,19 @@
-"""What every task gives: examples from a seed, rows that count, a loss and the paper's metric."""
+"""What tasks give, examples from a seed, a loss, the paper's metric; and what they draw with."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+SPLITS = ("validation", "test")
 
 
 @dataclass(frozen=True)
@@ -19,30 +23,21 @@ class Batch:
     >>> batch = Batch({"token_ids": torch.zeros(5, 8)}, torch.zeros(5, 1), torch.zeros(5, 1))
     >>> [len(each.rows) for each in batch.split(2)]
     [2, 2, 1]
-
-    Attributes:
-        inputs: Keyword arguments of the model, such as token_ids (B, T) or payload (B, T, k).
-        rows: (B, R) positions whose outputs the loss and the metric need; others are not computed.
-        targets: (B, R, ...) what is right there.
-        cell: The load that the examples belong to, where a task has several.
     """
 
-    inputs: dict[str, Tensor]
-    rows: Tensor
-    targets: Tensor
-    cell: str = ""
+    inputs: dict[str, Tensor]  # of the model by name, such as token_ids (B, T), payload (B, T, k)
+    rows: Tensor  # (B, R) positions whose outputs the loss and the metric need
+    targets: Tensor  # (B, R, ...) what is right there
+    cell: str = ""  # the load that the examples belong to, where a task has several
 
     def to(self, device: torch.device | str) -> Batch:
         """Return the batch on a device."""
         return self._map(lambda x: x.to(device))
 
-    def select(self, examples: slice) -> Batch:
-        """Return some of the examples."""
-        return self._map(lambda x: x[examples])
-
     def split(self, size: int) -> Iterator[Batch]:
         """Cut the batch into smaller ones, the last of which may be smaller still."""
-        return (self.select(slice(at, at + size)) for at in range(0, len(self.rows), size))
+        starts = range(0, len(self.rows), size)
+        return (self._map(itemgetter(slice(start, start + size))) for start in starts)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         inputs = {name: change(x) for name, x in self.inputs.items()}
@@ -52,11 +47,8 @@ class Batch:
 class Task(Protocol):
     """A task is a frozen dataclass of plain fields, which are its whole configuration.
 
-    Batches are functions of their arguments: the same step and seed give the same examples bit for
-    bit, so an interrupted run needs no data state to go on.
-
-    What has a body here is what a task does that says nothing else: recall, with fresh sequences of
-    tokens and one right token a query.
+    The same step and seed give the same batch bit for bit, so an interrupted run needs no data
+    state to go on. What has a body here is recall, with fresh tokens and one right token a query.
     """
 
     name: ClassVar[str]
@@ -81,7 +73,6 @@ class Task(Protocol):
 
     @property
     def max_length(self) -> int:
-        """The longest sequence."""
         return self.lengths[-1]
 
     @property
@@ -117,6 +108,93 @@ class Task(Protocol):
 
     def describe(self) -> str:
         """Describe the task, and what was chosen where the paper is silent, for the report."""
+
+
+class RecallInEpochs(Task):
+    """Recall under several loads: every epoch has the same batches, and none mixes loads."""
+
+    eval_batch_size: int
+    shuffle_batches: bool
+
+    @abstractmethod
+    def loads_of(self, split: str) -> list[tuple[tuple[int, int], int]]:
+        """List the loads of a split, each with its number of examples."""
+
+    @abstractmethod
+    def draw(self, load: tuple[int, int], num_examples: int, generator: torch.Generator) -> Batch:
+        """Make examples of a load."""
+
+    def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
+        """Make the batch of a step: load after load, or in an order shuffled each epoch."""
+        batches = self._epoch(batch_size)
+        epoch, index = divmod(step, len(batches))
+        if self.shuffle_batches:
+            generator = generator_of("batch order", seed, epoch)
+            index = int(torch.randperm(len(batches), generator=generator)[index])
+        load, number, size = batches[index]
+        generator = generator_of(self.name, seed, "train", load, batch_size, number)
+        return self.draw(self.loads_of("train")[load][0], size, generator)
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        return len(self._epoch(batch_size))
+
+    def _epoch(self, batch_size: int) -> list[tuple[int, int, int]]:
+        """List batches as load, number and size; the last of a load may be small."""
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be 1 or more, but it is {batch_size}")
+        return [
+            (load, number, min(batch_size, count - start))
+            for load, (_, count) in enumerate(self.loads_of("train"))
+            for number, start in enumerate(range(0, count, batch_size))
+        ]
+
+    def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
+        """Make the held-out examples, load after load; `eval_batch_size` does not change them."""
+        check_split(split)
+        for number, (load, count) in enumerate(self.loads_of(split)):
+            generator = generator_of(self.name, seed, split, number)
+            yield from self.draw(load, count, generator).split(self.eval_batch_size)
+
+    def describe_order(self) -> str:
+        """Say in which order training takes the batches."""
+        return "in an order shuffled each epoch" if self.shuffle_batches else "load after load"
+
+
+def check_split(split: str) -> None:
+    """Refuse a split that is not held out: its seed might be that of training."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {SPLITS}, but it is {split!r}")
+
+
+def restore_tuples(task: Task, *names: str) -> None:
+    """Make tuples of lists, which JSON knows alone, so that equal tasks are equal."""
+    for name in names:
+        items = (tuple(x) if isinstance(x, list) else x for x in getattr(task, name))
+        object.__setattr__(task, name, tuple(items))
+
+
+def distinct(num_rows: int, count: int, population: int, generator: torch.Generator) -> Tensor:
+    """Draw `count` different numbers of 0 .. population - 1 for every row, (num_rows, count).
+
+    >>> [len(set(row.tolist())) for row in distinct(3, 5, 1000, torch.Generator().manual_seed(0))]
+    [5, 5, 5]
+
+    Every ordered choice is equally likely.
+    """
+    if not 0 <= count <= population:
+        raise ValueError(f"cannot draw {count} different numbers out of {population}")
+    if population <= 4 * count:
+        return torch.rand(num_rows, population, generator=generator).argsort(-1)[:, :count]
+    # Draw again whatever repeats an earlier number of its row. Which places those are depends on
+    # equalities alone, so renaming the numbers renames the outcome, and all outcomes are alike.
+    drawn = torch.randint(population, (num_rows, count), generator=generator)
+    while True:
+        ordered, place = drawn.sort(dim=-1, stable=True)
+        again = torch.zeros_like(drawn, dtype=torch.bool)
+        again.scatter_(-1, place[:, 1:], ordered[:, 1:] == ordered[:, :-1])
+        if not again.any():
+            return drawn
+        drawn[again] = torch.randint(population, (int(again.sum()),), generator=generator)
 
 
 def seed_of(*names: str | int) -> int:

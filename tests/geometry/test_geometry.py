@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smat import Geometry
-from smat.geometry import default_num_distant, field_size_for
 from smat.geometry.field import is_prime
 
 SPACE = Geometry(vc_dim=3, field_size=5)  # 25 profiles, 6 directions, 30 types
+
+
+def field_size_for(num_distant, vc_dim):
+    return Geometry.for_distant(num_distant, vc_dim).field_size
 
 
 @given(st.integers(0, 10**6), st.integers(2, 6))
@@ -20,7 +23,6 @@ def test_field_size_is_the_smallest_prime_whose_power_reaches_n(num_distant, vc_
     assert field_size**vc_dim >= num_distant
     smaller = next((p for p in range(field_size - 1, 1, -1) if is_prime(p)), 0)
     assert smaller**vc_dim < max(1, num_distant)
-    assert Geometry.for_distant(num_distant, vc_dim) == Geometry(vc_dim, field_size)
 
 
 @pytest.mark.parametrize("prime", [2, 3, 101, 997])
@@ -47,13 +49,6 @@ def test_one_dimension_is_one_point_on_one_hyperplane():
     assert Geometry.for_distant(10**6, 1).num_profiles == 1
 
 
-@given(st.integers(1, 10**6), st.integers(1, 512))
-def test_the_boundary_is_a_chunk_edge_in_the_first_half(seq_len, chunk_size):
-    num_distant = default_num_distant(seq_len, chunk_size)
-    assert num_distant % chunk_size == 0
-    assert 2 * num_distant <= seq_len < 2 * (num_distant + chunk_size)
-
-
 @pytest.mark.parametrize(
     ("call", "parts"),
     [
@@ -75,8 +70,7 @@ def test_the_boundary_is_a_chunk_edge_in_the_first_half(seq_len, chunk_size):
         (lambda: SPACE.tabulation_cost("fourier"), ["algorithm2", "'fourier'"]),
         (lambda: SPACE.type_index(torch.tensor(6), torch.tensor(0)), ["0..5", "6"]),
         (lambda: SPACE.type_index(torch.tensor(0), torch.tensor(5)), ["0..4", "5"]),
-        (lambda: SPACE.split_type(torch.tensor([0, 30])), ["0..29", "0 to 30"]),
-        (lambda: SPACE.split_type(torch.tensor([-1])), ["0..29", "-1"]),
+        (lambda: SPACE.type_index(torch.tensor([-1, 6]), torch.tensor(0)), ["0..5", "-1 to 6"]),
         (lambda: SPACE.offset_of(torch.tensor([0]), torch.tensor([25])), ["0..24", "25"]),
         (lambda: SPACE.offset_of(torch.tensor([6]), torch.tensor([0])), ["0..5", "6"]),
     ],
@@ -98,7 +92,7 @@ def test_errors_repeat_the_numbers(call, parts):
         (lambda: Geometry(2, None), ["field_size", "None"]),
         (lambda: Geometry.for_distant(1e3, 2), ["num_distant", "1000.0"]),
         (lambda: Geometry.for_distant(1000, False), ["vc_dim", "False"]),
-        (lambda: SPACE.split_type([0, 1]), ["type_index", "[0, 1]"]),
+        (lambda: SPACE.type_index([0, 1], torch.tensor(0)), ["direction_index", "[0, 1]"]),
     ],
 )
 def test_what_is_no_integer_is_refused_by_name_and_value(call, parts):
@@ -113,16 +107,15 @@ def test_integers_of_any_kind_are_taken():
     assert geometry == SPACE
     assert geometry.num_types == 30
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint64):
-        direction, offset = SPACE.split_type(torch.arange(30).to(dtype))
-        assert direction.dtype == offset.dtype == torch.int64
-        assert torch.equal(
-            SPACE.type_index(direction.to(dtype), offset.to(dtype)), torch.arange(30)
-        )
+        direction, offset = torch.arange(30) // 5, torch.arange(30) % 5
+        types = SPACE.type_index(direction.to(dtype), offset.to(dtype))
+        assert types.dtype == torch.int64
+        assert torch.equal(types, torch.arange(30))
         own = SPACE.offset_of(direction.to(dtype), torch.tensor([7]).to(dtype))
         assert torch.equal(own, SPACE.offset_of(direction, torch.tensor([7])))
     for dtype in (torch.float32, torch.complex64, torch.bool):
         with pytest.raises(ValueError, match=str(dtype)):
-            SPACE.split_type(torch.zeros(3, dtype=dtype))
+            SPACE.type_index(torch.zeros(3, dtype=dtype), torch.tensor(0))
 
 
 def test_a_field_of_a_huge_prime_answers_at_once():

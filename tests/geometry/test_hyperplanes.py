@@ -86,7 +86,7 @@ def test_basis_profiles_are_the_unit_vectors(field_size, vc_dim):
 def test_numbers_come_apart_and_together(field_size, vc_dim):
     geometry = Geometry(vc_dim, field_size)
     types = torch.arange(geometry.num_types)
-    direction, offset = geometry.split_type(types)
+    direction, offset = types // field_size, types % field_size
     assert torch.equal(geometry.type_index(direction, offset), types)
     profiles = torch.arange(geometry.num_profiles)
     if vc_dim == 1:

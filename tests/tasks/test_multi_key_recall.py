@@ -160,7 +160,7 @@ def simulated(vc_dim, num_keys, num_tables=120):
     keys = torch.tensor(list(itertools.combinations(range(32), num_keys)))
     shares = []
     for seed in range(num_tables):
-        cells = TokenHash(32, 4, geometry, seed).table()[:, keys]
+        cells = TokenHash(32, 4, geometry, seed).profile(torch.arange(32)[None])[0].T[:, keys]
         shares.append(agreeing_direction(geometry, cells)[1].any(0).double().mean())
     return 100 * torch.stack(shares)
 

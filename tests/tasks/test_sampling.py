@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smat.tasks.mqar import weighted_order
-from smat.tasks.recall import distinct
+from smat.tasks.task import distinct
 
 
 def generator(seed: int = 0) -> torch.Generator:

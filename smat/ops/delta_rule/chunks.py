@@ -15,7 +15,7 @@ autograd they take half as long again, and keep every tile.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, wraps
+from functools import cached_property, reduce, wraps
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.library import CustomOpDef
 
 from smat.ops.linear.decay import FORGETS, LogDecay, between_pairs
 
+GATES = ("beta", "log_decay")
 TILES_AT_ONCE = 64  # enough for batched products on all cores, few enough to stay in cache
 
 Kernel = Callable[..., list[Tensor]]  # (tensors, scale, chunk_size)
@@ -32,32 +33,20 @@ Kernel = Callable[..., list[Tensor]]  # (tensors, scale, chunk_size)
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Find the dtype to accumulate in: the widest given, and at least fp32."""
-    dtype = torch.float32
-    for x in tensors:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
+    return reduce(torch.promote_types, (x.dtype for x in tensors), torch.float32)
 
 
-def check_shapes(
-    q: Tensor,
-    k: Tensor,
-    beta: Tensor | None,
-    log_decay: Tensor | None,
-    chunk_size: int,
-    **by_token: Tensor,
-) -> None:
-    """Refuse queries, keys, gates and other inputs (B, T, H, .) that do not belong together."""
+def check_shapes(q: Tensor, k: Tensor, chunk_size: int, **by_token: Tensor | None) -> None:
+    """Refuse queries and keys, gates (B, T, H) and what has a width that do not fit together."""
     if q.ndim != 4 or q.shape != k.shape:
         raise ValueError(f"q and k must both be (B, T, H, K), not {(*q.shape,)} and {(*k.shape,)}")
     if k.shape[1] < 1:
         raise ValueError(f"a sequence needs at least one token, but k is {(*k.shape,)}")
-    for name, gate in (("beta", beta), ("log_decay", log_decay)):
-        if gate is not None and gate.shape != k.shape[:3]:
-            raise ValueError(f"{name} must be (B, T, H) = {(*k.shape[:3],)}, not {(*gate.shape,)}")
+    axes = k.shape[:3]
     for name, x in by_token.items():
-        if x.ndim != 4 or x.shape[:3] != k.shape[:3] or x.shape[3] < 1:
-            expected = ", ".join(map(str, k.shape[:3]))
-            raise ValueError(f"{name} must be (B, T, H, .) = ({expected}, .), not {(*x.shape,)}")
+        kind, num_axes = ("(B, T, H)", 3) if name in GATES else ("(B, T, H, width)", 4)
+        if x is not None and (x.shape[:3] != axes or x.ndim != num_axes or 0 in x.shape[3:]):
+            raise ValueError(f"{name} must be {kind}, B, T, H = {(*axes,)}, not {(*x.shape,)}")
     if chunk_size < 2 or chunk_size & (chunk_size - 1):
         raise ValueError(f"chunk_size must be a power of two from 2 on, not {chunk_size}")
 
@@ -65,8 +54,7 @@ def check_shapes(
 def check_gates(log_decay: Tensor) -> None:
     """Refuse a gate that grows; on a GPU looking would wait for the device, so it is trusted."""
     if log_decay.device.type == "cpu" and bool((log_decay > 0).any()):
-        largest = log_decay.max().item()
-        raise ValueError(f"log_decay must be <= 0 everywhere, but its largest value is {largest}")
+        raise ValueError(f"log_decay must be <= 0, but its largest value is {log_decay.max()}")
 
 
 def token_ranges(k: Tensor, chunk_size: int) -> list[slice]:
@@ -76,7 +64,8 @@ def token_ranges(k: Tensor, chunk_size: int) -> list[slice]:
 
 
 def pack(x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
-    """(B, T, H, f) -> fresh tiles (chunks B H, c, f), zeros behind the last token."""
+    """(B, T, H, f), or gates (B, T, H) -> fresh tiles (chunks B H, c, f), zeros behind the end."""
+    x = x.unsqueeze(-1) if x.ndim == 3 else x
     batch, seq_len, heads, width = x.shape
     num_chunks = -(-seq_len // chunk_size)
     tiles = x.new_empty(num_chunks, batch, heads, chunk_size, width, dtype=dtype)
@@ -86,10 +75,9 @@ def pack(x: Tensor, chunk_size: int, dtype: torch.dtype) -> Tensor:
 
 
 def unpack(tiles: Tensor, to: Tensor) -> None:
-    """Write tiles (chunks B H, c, f) to (B, T, H, f)."""
-    batch, seq_len, heads, _ = to.shape
-    chunks = tiles.unflatten(0, (-1, batch, heads)).permute(1, 0, 3, 2, 4)
-    to.copy_(chunks.flatten(1, 2)[:, :seq_len])
+    """Write tiles (chunks B H, c, f) to (B, T, H, f), or to gates (B, T, H)."""
+    chunks = tiles.unflatten(0, (-1, to.shape[0], to.shape[2])).permute(1, 0, 3, 2, 4)
+    to.copy_(chunks.flatten(1, 2)[:, : to.shape[1]].reshape(to.shape))
 
 
 class TileDecay:
@@ -112,8 +100,7 @@ class TileDecay:
     def backward(self, pairs: Tensor, since: Tensor, until: Tensor) -> Tensor:
         """Find the gates' gradient from those of the decays, each times the decay itself.
 
-        A gate's gradient is a sum over the pairs it lies between. The diagonal, which no gate can
-        change, is left out: it would cancel only up to rounding.
+        The diagonal, which no gate can change, is left out: it would cancel only up to rounding.
         """
         pairs = pairs.tril(-1)
         until[:, -1] = 0
@@ -124,10 +111,10 @@ class TileDecay:
 
 
 class WYTiles:
-    """Tiles of queries (scaled), keys, beta and gates with every product that needs no state.
+    """Tiles q (scaled), k (N, c, K), beta, log_decay (N, c, 1), and products that need no state.
 
-    q, k (N, c, K), beta and log_decay (N, c, 1). `reads` is tril(Q K') with decay, `overlap` K K'
-    with decay (used below its diagonal), `erase` W = (I + L)^-1 diag(beta) K_in.
+    `reads` is tril(Q K') with decay, `overlap` K K' with decay (used below its diagonal), `erase`
+    W = (I + L)^-1 diag(beta) K_in.
     """
 
     def __init__(self, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor) -> None:
@@ -179,10 +166,7 @@ class WYTiles:
 
 
 def register_operator(name: str) -> Callable[[Kernel], CustomOpDef]:
-    """Make a function of tensors and settings an operator that compilers do not look into.
-
-    It chooses its own precision, whatever autocast says, and `vmap` calls it once for each entry.
-    """
+    """Make an operator that compilers and autocast leave alone; `vmap` calls it for each entry."""
 
     def register(kernel: Kernel) -> CustomOpDef:
         @wraps(kernel)
@@ -207,10 +191,8 @@ def register_operator(name: str) -> Callable[[Kernel], CustomOpDef]:
 
 
 class Recomputed(torch.autograd.Function):
-    """Call an operator whose gradients another one finds; the last output is kept for that one.
-
-    Both take a list of tensors, the second the inputs, what was kept, and the gradients of the
-    other outputs. Its own gradients (`backward` None) are not known.
+    """Call an operator whose gradients another one finds, from the inputs, from its last output,
+    which is kept, and from the gradients of the others. Its own (`backward` None) are not known.
     """
 
     generate_vmap_rule = True

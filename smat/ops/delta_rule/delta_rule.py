@@ -1,8 +1,8 @@
-"""The gated delta rule in chunks and token by token (appendix "Extension Details", GDN).
+"""The gated delta rule, and keys and queries carried to the boundary (extension appendix, GDN).
 
-Everything but the states at the chunks' edges is batched over chunks, heads and batch. The operator
-compiles with any length; its backward pass keeps the inputs and those states, and builds the tiles
-of a few chunks again at a time.
+Everything but the states at the chunks' edges is batched over chunks, heads and batch; the backward
+pass keeps the inputs and those states, and builds the tiles of a few chunks again at a time. What
+is carried is read from a state that starts as the identity and is only multiplied.
 """
 
 from __future__ import annotations
@@ -12,17 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smat.ops.delta_rule.chunks import (
-    WYTiles,
-    check_gates,
-    check_shapes,
-    compute_dtype,
-    pack,
-    recomputed,
-    register_operator,
-    token_ranges,
-    unpack,
-)
+from smat.ops.delta_rule import chunks
+from smat.ops.delta_rule.chunks import WYTiles
 
 SHORT_CHUNK = 16
 
@@ -52,16 +43,15 @@ def delta_rule(
     Shapes: q, k (B, T, H, K), v (B, T, H, V), beta and log_decay (B, T, H), states (B, H, K, V);
     `scale` is K^-1/2 unless given. A gate of -inf forgets everything; a token with beta 0 and
     log_decay 0 changes nothing. Sums run in fp32 or wider, and the state keeps that dtype.
-
-    The paper's a_t is exp(log_decay), r is K, A_t the transition of S above.
+    Paper: a_t = exp(log_decay), r = K, A_t = the transition of S above.
     """
-    check_shapes(q, k, beta, log_decay, chunk_size, v=v)
+    chunks.check_shapes(q, k, chunk_size, v=v, beta=beta, log_decay=log_decay)
     expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
-    if initial_state is not None and initial_state.shape != expected:
-        raise ValueError(f"initial_state must be {expected}, not {(*initial_state.shape,)}")
     if initial_state is None:
         initial_state = k.new_zeros(expected)
-    out, state = run_delta_rule(q, k, v, beta, log_decay, initial_state, scale, chunk_size)
+    elif initial_state.shape != expected:
+        raise ValueError(f"initial_state must be {expected}, not {(*initial_state.shape,)}")
+    out, state = _run(q, k, v, beta, log_decay, initial_state, scale, chunk_size)
     return out, state if output_final_state else None
 
 
@@ -84,7 +74,7 @@ def delta_rule_step(
     (tensor([2.]), tensor([2., 7.]))
     """
     scale = k.shape[-1] ** -0.5 if scale is None else scale
-    dtype = compute_dtype(q, k, v, state)
+    dtype = chunks.compute_dtype(q, k, v, state)
     wide = state.to(dtype)
     if log_decay is not None:
         wide = wide * log_decay.to(dtype).exp()[..., None, None]
@@ -96,7 +86,78 @@ def delta_rule_step(
     return out.to(v.dtype), wide
 
 
-def run_delta_rule(
+def transport_keys(
+    k: Tensor, beta: Tensor, log_decay: Tensor | None = None, *, chunk_size: int = 64
+) -> Tensor:
+    """Carry what every token writes to the end of the sequence, (B, T, H, K) -> (B, T, H, K).
+
+    >>> k = torch.eye(2)[[0, 1, 0]].view(1, 3, 1, 2)  # the third key erases half of the first
+    >>> transport_keys(k, torch.full((1, 3, 1), 0.5)).view(3, 2)
+    tensor([[0.2500, 0.0000],
+            [0.0000, 0.5000],
+            [0.5000, 0.0000]])
+
+    transported_key_j = A_n ... A_{j+1} beta_j k_j,   A_t = exp(log_decay_t) (I - beta_t k_t k_t'),
+
+    so that sum_j transported_key_j v_j' over the tokens of a profile is the profile's memory at the
+    boundary. k (B, n, H, K) are the distant tokens only, beta and log_decay (B, n, H). The
+    transitions are symmetric: seen backwards this is a query's transport, read one token late.
+    Paper: k-bar_j = `transported_key`, n = the length of `k`.
+    """
+    chunks.check_shapes(k, k, chunk_size, beta=beta, log_decay=log_decay)
+    writes = (k * beta.unsqueeze(-1).to(k.dtype)).flip(1)
+    if k.shape[1] == 1:
+        return writes
+    gates = None if log_decay is None else log_decay[:, 1:].flip(1)
+    carried, _ = _run(
+        writes[:, 1:], k[:, 1:].flip(1), None, beta[:, 1:].flip(1), gates, _identity(k),
+        1.0, chunk_size,
+    )  # fmt: skip
+    return torch.cat([writes[:, :1], carried], 1).flip(1)
+
+
+def transport_queries(
+    q: Tensor,
+    k: Tensor,
+    beta: Tensor,
+    log_decay: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    initial_transition: Tensor | None = None,
+    output_final_transition: bool = False,
+    chunk_size: int = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Carry every query back to the boundary, (B, T, H, K) -> (B, T, H, K).
+
+    >>> k = torch.eye(2)[[0, 1]].view(1, 2, 1, 2)
+    >>> q = torch.ones(1, 2, 1, 2)
+    >>> transport_queries(q, k, torch.full((1, 2, 1), 0.5), scale=1.0)[0].view(2, 2)
+    tensor([[0.5000, 1.0000],
+            [0.5000, 0.5000]])
+
+    transported_query_t = scale (A_t ... A_{n+1})' q_t,   scale = K^-1/2 unless given,
+
+    so that transported_query_t' F reads a memory F that stood still at the boundary as if the
+    transitions since had been applied to it. q, k (B, m, H, K) are the recent tokens only. The
+    product A_t ... A_{n+1} (B, H, K, K), the final transition, is the whole decoding state.
+    Paper: q-bar_t = `transported_query`, r = K.
+    """
+    chunks.check_shapes(q, k, chunk_size, beta=beta, log_decay=log_decay)
+    start = _identity(k) if initial_transition is None else initial_transition
+    expected = (k.shape[0], k.shape[2], k.shape[3], k.shape[3])
+    if start.shape != expected:
+        raise ValueError(f"initial_transition must be {expected}, not {(*start.shape,)}")
+    queries, product = _run(q, k, None, beta, log_decay, start, scale, chunk_size)
+    return queries, product if output_final_transition else None
+
+
+def _identity(k: Tensor) -> Tensor:
+    batch, _, heads, key_dim = k.shape
+    eye = torch.eye(key_dim, dtype=k.dtype, device=k.device)
+    return eye.expand(batch, heads, key_dim, key_dim)
+
+
+def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
@@ -114,40 +175,37 @@ def run_delta_rule(
         chunk_size = min(chunk_size, SHORT_CHUNK)
     given = (q, k, values, beta, gates, initial_state)
     if torch.is_grad_enabled():
-        out, state, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
+        out, state, _ = chunks.recomputed(_forward, _backward, scale, chunk_size, *given)
     else:
         out, state, _ = _forward(list(given), scale, chunk_size, False)
     return out, state
 
 
-def _tiles(given: Sequence[Tensor], scale: float, chunk_size: int, dtype: torch.dtype) -> WYTiles:
-    q, k, _, beta, log_decay = given
-    packed = (q, k, beta.unsqueeze(-1), log_decay.unsqueeze(-1))
-    q, k, beta, log_decay = (pack(x, chunk_size, dtype) for x in packed)
+def _tiles(given: Sequence[Tensor], scale: float, size: int, dtype: torch.dtype) -> WYTiles:
+    q, k, beta, log_decay = (chunks.pack(given[i], size, dtype) for i in (0, 1, 3, 4))
     return WYTiles(q.mul_(scale), k, beta, log_decay)
 
 
-@register_operator("smat::delta_rule")
+@chunks.register_operator("smat::delta_rule")
 def _forward(
     given: Sequence[Tensor], scale: float, chunk_size: int, keep_states: bool = True
 ) -> list[Tensor]:
     *by_token, initial_state = given
     k, v, log_decay = by_token[1], by_token[2], by_token[4]
-    check_gates(log_decay)
-    dtype = compute_dtype(*given[:3], initial_state)
+    chunks.check_gates(log_decay)
+    dtype = chunks.compute_dtype(*given[:3], initial_state)
     state = initial_state.to(dtype).flatten(0, 1)
     out = (v if v.shape[-1] else k).new_empty(*k.shape[:3], state.shape[-1])
     kept = [state.new_empty(0, *state.shape)]
-    for tokens in token_ranges(k, chunk_size):
+    for tokens in chunks.token_ranges(k, chunk_size):
         tiles = _tiles([x[:, tokens] for x in by_token], scale, chunk_size, dtype)
         transition = tiles.transition().unflatten(0, (-1, len(state)))
         states = state.new_empty(len(transition) + 1, *state.shape)
         states[0] = state
         start = states[:-1].flatten(0, 1)
         if v.shape[-1]:
-            update = torch.bmm(
-                tiles.inverse, pack(v[:, tokens], chunk_size, dtype).mul_(tiles.beta)
-            )
+            values = chunks.pack(v[:, tokens], chunk_size, dtype).mul_(tiles.beta)
+            update = torch.bmm(tiles.inverse, values)
             writes = torch.bmm(tiles.key_out.mT, update).view_as(states[1:])
             for i, write in enumerate(writes):
                 torch.baddbmm(write, transition[i], states[i], out=states[i + 1])
@@ -156,29 +214,29 @@ def _forward(
             for i, step in enumerate(transition):
                 torch.bmm(step, states[i], out=states[i + 1])
             update = torch.bmm(tiles.erase, start).neg_()
-        unpack(torch.bmm(tiles.reads, update).baddbmm_(tiles.query_in, start), out[:, tokens])
+        y = torch.bmm(tiles.reads, update).baddbmm_(tiles.query_in, start)
+        chunks.unpack(y, out[:, tokens])
         state = states[-1]
         if keep_states:
             kept.append(states[:-1])
     return [out, state.clone().view(initial_state.shape), torch.cat(kept)]
 
 
-@register_operator("smat::delta_rule_backward")
+@chunks.register_operator("smat::delta_rule_backward")
 def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     *by_token, initial_state, kept, grad_out, grad_final = tensors
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in by_token]
     grad_state = grad_final.flatten(0, 1)
-    for tokens in reversed(token_ranges(by_token[1], chunk_size)):
+    for tokens in reversed(chunks.token_ranges(by_token[1], chunk_size)):
         given = [x[:, tokens] for x in by_token]
         tiles = _tiles(given, scale, chunk_size, kept.dtype)
         first, count = tokens.start // chunk_size, len(tiles.k) // len(grad_state)
         start = kept[first : first + count].flatten(0, 1)
-        grad_y = pack(grad_out[:, tokens], chunk_size, kept.dtype)
+        grad_y = chunks.pack(grad_out[:, tokens], chunk_size, kept.dtype)
         *found, grad_state = _tiles_backward(tiles, given[2], start, grad_y, grad_state)
         found[0].mul_(scale)
-        wide = (*grads[:3], grads[3].unsqueeze(-1), grads[4].unsqueeze(-1))
-        for grad, some in zip(wide, found, strict=True):
-            unpack(some, grad[:, tokens])
+        for grad, some in zip(grads, found, strict=True):
+            chunks.unpack(some, grad[:, tokens])
     return [*grads, grad_state.to(initial_state.dtype, copy=True).view(initial_state.shape)]
 
 
@@ -189,7 +247,7 @@ def _tiles_backward(
     # U = (I + L)^-1 diag(beta) (V - K_in S_0), and what the outputs send to it.
     target = torch.bmm(tiles.key_in, start).neg_()
     if v.shape[-1]:
-        target += pack(v, tiles.k.shape[1], target.dtype)
+        target += chunks.pack(v, tiles.k.shape[1], target.dtype)
     update = torch.bmm(tiles.inverse, tiles.beta * target)
     grad_update = torch.bmm(tiles.reads.mT, grad_y)
     # The states' recurrence, transposed: grad S_0 = M' grad S_c + R' grad_y.
@@ -220,7 +278,7 @@ def _tiles_backward(
 @_forward.register_fake
 def _(given: Sequence[Tensor], scale: float, chunk_size: int, keep: bool = True) -> list[Tensor]:
     k, v, initial_state = given[1], given[2], given[5]
-    dtype = compute_dtype(*given[:3], initial_state)
+    dtype = chunks.compute_dtype(*given[:3], initial_state)
     out = (v if v.shape[-1] else k).new_empty(*k.shape[:3], initial_state.shape[-1])
     state = torch.empty_like(initial_state, dtype=dtype, memory_format=torch.contiguous_format)
     num_kept = (k.shape[1] + chunk_size - 1) // chunk_size if keep else 0

@@ -13,33 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.delta_rule.chunks import (
-    check_gates,
-    check_shapes,
-    compute_dtype,
-    pack,
-    recomputed,
-    register_operator,
-    token_ranges,
-    unpack,
-)
-from smat.ops.delta_rule.transport import transport_keys
+from smat.ops.delta_rule import chunks, transport_keys
 from smat.ops.linear.decay import FORGETS
-from smat.ops.log_linear.tree import (
-    DecayTiles,
-    DeltaTiles,
-    add_reads,
-    gather_levels,
-    grads_of_reads,
-    spread_levels,
-)
+from smat.ops.log_linear import tree
 
 
 class LogLinearState(NamedTuple):
     """Decoding state: one bucket (B, H, L-1, K, V) for each bit of the number of tokens read.
 
-    Bucket b holds the 2^b tokens that bit b of `num_tokens` (B,) stands for, or 0; the last holds
-    everything older. It is a binary counter: a new token carries over the trailing ones.
+    A binary counter: bucket b holds the 2^b tokens that bit b of `num_tokens` (B,) stands for, or
+    0; the last holds everything older.
     """
 
     buckets: Tensor
@@ -49,11 +32,7 @@ class LogLinearState(NamedTuple):
     def empty(
         cls, batch: int, heads: int, num_levels: int, key_dim: int, value_dim: int, **factory: Any
     ) -> LogLinearState:
-        """Start from nothing; `factory` takes dtype and device.
-
-        >>> LogLinearState.empty(1, 2, 5, 8, 16).buckets.shape
-        torch.Size([1, 2, 4, 8, 16])
-        """
+        """Start from nothing; `factory` takes dtype and device."""
         buckets = torch.zeros(batch, heads, max(1, num_levels - 1), key_dim, value_dim, **factory)
         return cls(buckets, torch.zeros(batch, dtype=torch.long, device=buckets.device))
 
@@ -80,17 +59,17 @@ def log_linear_attention(
 
     Shapes: q, k (B, T, H, K), v (B, T, H, V), level_weights (B, T, H, L), log_decay g (B, T, H).
     All levels are there when T <= 2^(L-1); beyond, the last weight serves every level above it.
-    The final state is that of rows of `lengths` (B,) tokens if given: what follows them must be
-    idle, with log_decay 0 (and beta 0).
+    The final state is that after `lengths` (B,) tokens if given: what follows them must be idle,
+    with log_decay 0 (and beta 0).
     """
-    check_shapes(q, k, None, log_decay, chunk_size, v=v, level_weights=level_weights)
+    chunks.check_shapes(q, k, chunk_size, v=v, level_weights=level_weights, log_decay=log_decay)
     gates = k.new_zeros(k.shape[:3]) if log_decay is None else log_decay
     given = (q, k, v, level_weights, gates)
-    out, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
+    out, _ = chunks.recomputed(_forward, _backward, scale, chunk_size, *given)
     if not output_final_state:
         return out, None
     later = F.pad(gates[:, 1:].double().clamp(min=FORGETS), (0, 0, 0, 1))
-    decay = later.flip(1).cumsum(1).flip(1).exp().to(compute_dtype(k, v))
+    decay = later.flip(1).cumsum(1).flip(1).exp().to(chunks.compute_dtype(k, v))
     return out, _final_state(k * decay.unsqueeze(-1), v, level_weights, lengths)
 
 
@@ -119,14 +98,14 @@ def log_linear_delta_rule(
 
     Shapes as for `log_linear_attention`, beta (B, T, H).
     """
-    check_shapes(q, k, beta, log_decay, chunk_size, v=v, level_weights=level_weights)
+    by_token = {"v": v, "level_weights": level_weights, "beta": beta, "log_decay": log_decay}
+    chunks.check_shapes(q, k, chunk_size, **by_token)
     gates = torch.zeros_like(beta) if log_decay is None else log_decay
     given = (q, k, v, level_weights, gates, beta)
-    out, _ = recomputed(_forward, _backward, scale, chunk_size, *given)
+    out, _ = chunks.recomputed(_forward, _backward, scale, chunk_size, *given)
     if not output_final_state:
         return out, None
-    dtype = compute_dtype(k, v)
-    keys = transport_keys(k.to(dtype), beta, log_decay, chunk_size=chunk_size)
+    keys = transport_keys(k.to(chunks.compute_dtype(k, v)), beta, log_decay, chunk_size=chunk_size)
     return out, _final_state(keys, v, level_weights, lengths)
 
 
@@ -153,7 +132,7 @@ def log_linear_step(
     With `beta` a transition is exp(g) (I - beta k k'), without it exp(g). Rows may have read
     different numbers of tokens.
     """
-    dtype = compute_dtype(q, k, v, state.buckets)
+    dtype = chunks.compute_dtype(q, k, v, state.buckets)
     buckets, key, write = state.buckets.to(dtype), k.to(dtype), k.to(dtype)
     if log_decay is not None:
         buckets = buckets * log_decay.to(dtype).exp()[..., None, None, None]
@@ -208,12 +187,11 @@ def _final_state(
 
 def _tiles(
     given: Sequence[Tensor], tokens: slice, scale: float, chunk_size: int
-) -> tuple[DecayTiles | DeltaTiles, Tensor]:
+) -> tuple[tree.DecayTiles | tree.DeltaTiles, Tensor]:
     """Summarise the chunks of some tokens; their weights come along, both as tiles."""
-    dtype = compute_dtype(*given[:4])
-    wide = (*given[:4], *(gate.unsqueeze(-1) for gate in given[4:]))
-    q, k, v, weights, *gates = (pack(x[:, tokens], chunk_size, dtype) for x in wide)
-    form = DecayTiles if len(gates) == 1 else DeltaTiles
+    dtype = chunks.compute_dtype(*given[:4])
+    q, k, v, weights, *gates = (chunks.pack(x[:, tokens], chunk_size, dtype) for x in given)
+    form = tree.DecayTiles if len(gates) == 1 else tree.DeltaTiles
     return form(q.mul_(scale), k, v, *gates), weights
 
 
@@ -224,58 +202,57 @@ def _by_head(found: Sequence[tuple[Tensor, ...]], k: Tensor) -> Iterator[Tensor]
         yield torch.cat([x.unflatten(0, shape).transpose(0, 1) for x in tiles], 1)
 
 
-@register_operator("smat::log_linear")
+@chunks.register_operator("smat::log_linear")
 def _forward(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     k, v = given[1:3]
-    check_gates(given[4])
+    chunks.check_gates(given[4])
     found = []
-    for tokens in token_ranges(k, chunk_size):
+    for tokens in chunks.token_ranges(k, chunk_size):
         tiles, weights = _tiles(given, tokens, scale, chunk_size)
-        y = torch.bmm(spread_levels(weights).mul_(tiles.inner), tiles.writes)
+        y = torch.bmm(tree.spread_levels(weights).mul_(tiles.inner), tiles.writes)
         found.append((y, tiles.queries, tiles.written, tiles.transition, weights))
-    y, *tree = _by_head(found, k)
-    add_reads(y, *tree)
+    y, *summaries = _by_head(found, k)
+    tree.add_reads(y, *summaries)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    unpack(y.transpose(0, 1).flatten(0, 1), out)
+    chunks.unpack(y.transpose(0, 1).flatten(0, 1), out)
     return [out, y.new_empty(len(k), 0)]
 
 
-@register_operator("smat::log_linear_backward")
+@chunks.register_operator("smat::log_linear_backward")
 def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     """Build the tree again, carry gradients down it, and build a few chunks again at a time."""
     *given, _, grad_out = tensors
-    ranges = token_ranges(given[1], chunk_size)
+    ranges = chunks.token_ranges(given[1], chunk_size)
     found = []
     for tokens in ranges:
         tiles, weights = _tiles(given, tokens, scale, chunk_size)
-        grad_y = pack(grad_out[:, tokens], chunk_size, weights.dtype)
+        grad_y = chunks.pack(grad_out[:, tokens], chunk_size, weights.dtype)
         found.append((grad_y, tiles.queries, tiles.written, tiles.transition, weights))
-    tree = list(_by_head(found, given[1]))
-    grad_tree = (tree[0], *grads_of_reads(*tree))
+    grad_y, *summaries = _by_head(found, given[1])
+    grad_summaries = (grad_y, *tree.grads_of_reads(grad_y, *summaries))
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in given]
-    wide = [*grads[:4], *(grad.unsqueeze(-1) for grad in grads[4:])]
     for tokens in ranges:
         tiles, weights = _tiles(given, tokens, scale, chunk_size)
-        chunks = slice(tokens.start // chunk_size, tokens.stop // chunk_size)
+        own = slice(tokens.start // chunk_size, tokens.stop // chunk_size)
         grad_y, *grad_summary, grad_weights = (
-            x[:, chunks].transpose(0, 1).flatten(0, 1) for x in grad_tree
+            x[:, own].transpose(0, 1).flatten(0, 1) for x in grad_summaries
         )
-        spread = spread_levels(weights)
+        spread = tree.spread_levels(weights)
         grad_inner = torch.bmm(grad_y, tiles.writes.mT)
-        grad_weights += gather_levels(grad_inner * tiles.inner, weights.shape[-1])
+        grad_weights += tree.gather_levels(grad_inner * tiles.inner, weights.shape[-1])
         grad_inner.mul_(spread)
         grad_writes = torch.bmm(spread.mul_(tiles.inner).mT, grad_y)
         grad_q, *others = tiles.backward(grad_inner, grad_writes, *grad_summary)
         ordered = (grad_q.mul_(scale), *others[:2], grad_weights, *others[2:])
-        for grad, some in zip(wide, ordered, strict=True):
-            unpack(some, grad[:, tokens])
+        for grad, some in zip(grads, ordered, strict=True):
+            chunks.unpack(some, grad[:, tokens])
     return grads
 
 
 @_forward.register_fake
 def _(given: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
-    return [out, out.new_empty(len(out), 0, dtype=compute_dtype(*given[:4]))]
+    return [out, out.new_empty(len(out), 0, dtype=chunks.compute_dtype(*given[:4]))]
 
 
 @_backward.register_fake

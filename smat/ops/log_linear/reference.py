@@ -1,14 +1,16 @@
-"""Log-linear attention and the recurrence it refines, one token at a time: the oracle.
-
-Slow on purpose, as the delta rule's oracle beside it; layouts are those of the fast paths.
-"""
+"""Log-linear attention and the recurrence it refines, one token at a time: the oracle."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from smat.ops.delta_rule.reference import transition_reference, zero_state
+from smat.ops.delta_rule.reference import (
+    delta_rule_reference,
+    transition_reference,
+    write_reference,
+    zero_state,
+)
 
 
 def decay_reference(
@@ -26,14 +28,7 @@ def decay_reference(
     >>> decay_reference(ones, ones, ones)[0].flatten()
     tensor([1., 2., 3.])
     """
-    state = zero_state(k, v) if initial_state is None else initial_state
-    outputs = []
-    for t in range(k.shape[1]):
-        if log_decay is not None:
-            state = log_decay[:, t].exp()[..., None, None] * state
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], v[:, t])
-        outputs.append(scale * torch.einsum("bhk,bhkv->bhv", q[:, t], state))
-    return torch.stack(outputs, 1), state
+    return delta_rule_reference(q, k, v, None, log_decay, scale=scale, initial_state=initial_state)
 
 
 def log_linear_reference(
@@ -58,13 +53,8 @@ def log_linear_reference(
     written: list[Tensor] = []
     outputs = []
     for t in range(k.shape[1]):
-        if beta is not None:
-            step = transition_reference(k, beta, log_decay, t)
-            written = [step @ state for state in written]
-        elif log_decay is not None:
-            written = [log_decay[:, t].exp()[..., None, None] * state for state in written]
-        key = k[:, t] if beta is None else beta[:, t, :, None] * k[:, t]
-        written.append(torch.einsum("bhk,bhv->bhkv", key, v[:, t]))
+        step = transition_reference(k, beta, log_decay, t)
+        written = [step @ state for state in written] + [write_reference(k, v, beta, t)]
         total = zero_state(k, v)
         for s, state in enumerate(written):
             level = min((t ^ s).bit_length(), level_weights.shape[-1] - 1)

@@ -3,12 +3,11 @@
 A pair of chunks z > y whose highest differing bit is b has level log2(c) + 1 + b: token t of chunk
 z sees chunk y as one of the 2^b chunks before its own 2^b. So at height b the queries in odd runs
 of 2^b chunks read the summary of the even run to their left, all at once, and pairs of summaries
-make the next height: T/2 reads a height, 2 T/c summaries in all, no table of levels.
+make the next height: T/2 reads a height, 2 T/c summaries in all.
 
 A summary is what its chunks write, (K, V), and the product of their transitions: a matrix (K, K)
 for the delta rule, a number (1, 1) for scalar decay. A query arrives at each height carried to the
-start of its own run; of numbers, which commute, only the product is carried. These are the only
-places where the two forms differ.
+start of its own run; of numbers, which commute, only the product is carried.
 """
 
 from __future__ import annotations
@@ -24,14 +23,7 @@ from smat.ops.delta_rule.chunks import TileDecay, WYTiles
 
 
 def level_table(chunk_size: int, num_levels: int, like: Tensor) -> Tensor:
-    """Mark the level of every pair inside a chunk, one-hot (c, c, L'), L' <= num_levels.
-
-    >>> level_table(4, 9, torch.empty(0)).argmax(-1).tril()
-    tensor([[0, 0, 0, 0],
-            [1, 0, 0, 0],
-            [2, 2, 0, 0],
-            [2, 2, 1, 0]])
-    """
+    """Mark the level of every pair inside a chunk, one-hot (c, c, L'), L' <= num_levels."""
     token = torch.arange(chunk_size, device=like.device)
     differ = (token[:, None] ^ token).unsqueeze(-1)
     bits = torch.arange(chunk_size.bit_length() - 1, device=like.device)
@@ -55,12 +47,10 @@ def heights(num_chunks: int, chunk_size: int, num_levels: int) -> Iterator[tuple
 def odd_runs(x: Tensor, size: int) -> list[Tensor]:
     """View the tokens of odd runs of `size` chunks in (N, chunks, c, f), as (N, runs, tokens, f).
 
-    Those of full length come first, then the one that the end cut short.
-
-    >>> [run.flatten(1).tolist() for run in odd_runs(torch.arange(7).view(1, 7, 1, 1), 1)]
-    [[[1, 3, 5]]]
     >>> [run.flatten(1).tolist() for run in odd_runs(torch.arange(7).view(1, 7, 1, 1), 2)]
     [[[2, 3]], [[6]]]
+
+    Those of full length come first, then the one that the end cut short.
     """
     pairs = x.shape[1] // (2 * size)
     whole = x[:, : 2 * pairs * size].unflatten(1, (pairs, 2, size))[:, :, 1].flatten(2, 3)
