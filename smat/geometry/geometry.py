@@ -42,7 +42,7 @@ class Geometry:
         object.__setattr__(self, "field_size", q)
         if not is_prime(q):
             raise ValueError(f"field_size must be prime, got {q}; next is {next_prime(q)}")
-        _ = self.num_profiles, self.num_types  # a compiler that meets the geometry finds them
+        _ = self.ambient_dim, self.num_profiles, self.num_types  # a compiler finds them written
 
     @classmethod
     def for_distant(cls, num_distant: int, vc_dim: int) -> Geometry:
@@ -60,7 +60,7 @@ class Geometry:
             field_size = next_prime(field_size + 1)
         return cls(vc_dim, field_size)
 
-    @property
+    @cached_property
     def ambient_dim(self) -> int:
         """The number of coordinates of a point, d - 1."""
         return index(self.vc_dim) - 1  # `index`: a compiler shall not make a symbol of it

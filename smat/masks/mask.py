@@ -70,7 +70,11 @@ class SMatMask:
         write(self, "boundary", boundary)
         write(self, "field_size", field_size)
         write(self, "field_size", None if field_size is None else self.geometry.field_size)
-        _ = self.geometry, self.recipe  # a compiler that meets the mask finds them written
+        _ = (
+            self.geometry,
+            self.recipe,
+            self.anchor,
+        )  # a compiler that meets the mask finds them written
         if not _derived:
             self._check_horizon()
 
@@ -111,6 +115,11 @@ class SMatMask:
         fixed = RebuiltBoundary() if self.boundary.moves else self.boundary
         anchor = fixed.resolve(self.seq_len, self.chunk_size).anchor
         return Geometry.for_distant(anchor, self.vc_dim)
+
+    @cached_property
+    def anchor(self) -> int:
+        """The position from which positional types are counted."""
+        return self.schedule.anchor
 
     @cached_property
     def num_distant(self) -> int:
@@ -191,7 +200,7 @@ class SMatMask:
         The paper's i counts recent queries, from 1: behind a boundary that never moves, else from
         the start of the sequence.
         """
-        return (positions.long() - self.schedule.anchor + 1) % self.geometry.num_types
+        return (positions.long() - self.anchor + 1) % self.geometry.num_types
 
     def dense(
         self,

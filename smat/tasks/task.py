@@ -34,10 +34,13 @@ class Batch:
         """Return the batch on a device."""
         return self._map(lambda x: x.to(device))
 
+    def select(self, examples: slice) -> Batch:
+        """Return some of the examples."""
+        return self._map(itemgetter(examples))
+
     def split(self, size: int) -> Iterator[Batch]:
         """Cut the batch into smaller ones, the last of which may be smaller still."""
-        starts = range(0, len(self.rows), size)
-        return (self._map(itemgetter(slice(start, start + size))) for start in starts)
+        return (self.select(slice(at, at + size)) for at in range(0, len(self.rows), size))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         inputs = {name: change(x) for name, x in self.inputs.items()}

@@ -85,7 +85,7 @@ class Folds:
     def _by_type(self, segment: Segment, head: int) -> Groups:
         num_types, weight = self.geometry.num_types, self.routing.read_weight
         if self.types is None or self.routing.query_type is None:
-            return PeriodicGroups(num_types, segment.start + 1 - self.mask.schedule.anchor)
+            return PeriodicGroups(num_types, segment.start + 1 - self.mask.anchor)
         asked = slice(segment.start, segment.stop)
         query_type = self.types.rename(self.routing.query_type[:, head, asked])
         return SortedGroups(

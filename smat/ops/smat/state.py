@@ -134,7 +134,7 @@ class StateTables:
         # Two type tables if the next one is built while the current one is read.
         self.num_buffers = 2 if spec.fold == "spread" and self.num_slots == 2 else 1
         self.num_profiles, self.num_types = mask.geometry.num_profiles, mask.geometry.num_types
-        self.anchor = mask.schedule.anchor  # from which positional types are counted
+        self.anchor = mask.anchor  # from which positional types are counted
         self.tensors = dict(tensors)
         self.cohorts = gather_cohorts(positions, built, self.device)
         self._shared: set[str] = set()
