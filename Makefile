@@ -16,7 +16,7 @@ PYTEST_FLAGS ?=
 PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow lint types format figures clean
+.PHONY: help run test test-slow lint types format figures paper-map clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -44,6 +44,9 @@ format: $(TEST_READY) ## let ruff fix and format what it can
 
 figures: $(RUN_READY) ## redraw the pictures that the documentation shows
 	$(BIN)/smat mask --seq-len 128 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out docs/masks.png
+
+paper-map: ## write the line numbers of the paper's map in CONTRIBUTING.md anew
+	$(PYTHON) tools/paper_map.py
 
 clean: ## remove the environment, the caches and what the commands wrote
 	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

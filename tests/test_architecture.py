@@ -36,8 +36,8 @@ def test_the_search_finds_what_it_should():
     assert len(list(runs_of([*lines, "", "   "], RUN))) == 3
 
 
-def load_tool():
-    spec = importlib.util.spec_from_file_location("count_visits", ROOT / "tools/count_visits.py")
+def load_tool(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -45,7 +45,15 @@ def load_tool():
 
 @pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 def test_a_call_goes_through_few_files():
-    tool = load_tool()
+    tool = load_tool("count_visits")
     for name, (call, limit) in tool.calls().items():
         visits = tool.count_visits(call)
         assert len(visits.files) <= limit, (name, sorted(visits.files))
+
+
+def test_the_map_of_the_paper_names_the_right_lines():
+    tool = load_tool("paper_map")
+    text = tool.GUIDE.read_text()
+    assert len(tool.ENTRY.findall(text)) >= 10
+    assert tool.refresh(text) == text
+    assert tool.refresh(text.replace(".py:", ".py:9")) == text
