@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from smat.masks import Segment, SMatMask
+from smat.masks import Segment
 from smat.ops.backend import Backend
 from smat.ops.feature_maps import inverse_or_zero, pointwise_backward_, pointwise_rows
 from smat.ops.linear.causal import CausalGrads
@@ -95,8 +96,10 @@ def _cut(total: int, size: int) -> list[slice]:
 class Loaded:
     """One slice as the branches take it: features, augmented values, gates, and who sees whom."""
 
-    def __init__(self, part: HeadSlice, inputs: Inputs, options: Options, mask: SMatMask) -> None:
-        self.part, self.options, self.mask, self.given = part, options, mask, inputs.routing
+    def __init__(self, part: HeadSlice, inputs: Inputs, options: Options) -> None:
+        self.part, self.options, self.mask, self.given = part, options, options.mask, inputs.routing
+        if inputs.cu_seqlens is not None:  # every packed sequence has the mask of its own length
+            self.mask = options.mask.for_length(part.tokens.stop - part.tokens.start)
         self.dtype = torch.promote_types(inputs.v.dtype, torch.float32)
         log_decay, key_gate = inputs.gates
         self.phi = self._features(part.of_keys(inputs.q)).flatten(0, 1)  # (N, G, T, r)
@@ -171,15 +174,6 @@ class Loaded:
         return phi, psi, self.v.flatten(0, 1), decay, routing
 
 
-def _load_slices(inputs: Inputs, options: Options) -> Iterator[Loaded]:
-    """Load one slice after the other; packed sequences have masks of their own length."""
-    for part in cut_slices(inputs.k, inputs.v, inputs.cu_seqlens):
-        mask = options.mask
-        if inputs.cu_seqlens is not None:
-            mask = mask.for_length(part.tokens.stop - part.tokens.start)
-        yield Loaded(part, inputs, options, mask)
-
-
 def attend(inputs: Inputs, options: Options, backend: Backend) -> tuple[Tensor, Tensor]:
     """Run Algorithm 1: the output (B, T, H, V) and the normaliser (B, T, H).
 
@@ -187,12 +181,10 @@ def attend(inputs: Inputs, options: Options, backend: Backend) -> tuple[Tensor, 
     where gates are strong an output rounded to half precision would drown what is left.
     """
     v, num_heads = inputs.v, max(inputs.q.shape[2], inputs.v.shape[2])
-    wide = torch.promote_types(v.dtype, torch.float32)
-    out = v.new_empty(*v.shape[:2], num_heads, v.shape[-1], dtype=wide)
-    normalizer = v.new_empty(out.shape[:3], dtype=wide)
-    for loaded in _load_slices(inputs, options):
-        part = loaded.part
-        y = _add_branches(loaded, backend)
+    out = v.new_empty(*v.shape[:2], num_heads, v.shape[-1], dtype=_wide(v))
+    normalizer = v.new_empty(out.shape[:3], dtype=_wide(v))
+    for part in cut_slices(inputs.k, inputs.v, inputs.cu_seqlens):
+        y = _add_branches(Loaded(part, inputs, options), backend)
         into, total = part.of_values(out), part.of_values(normalizer)
         y = y.view(*into.shape[:4], -1)
         if options.normalize:
@@ -200,6 +192,7 @@ def attend(inputs: Inputs, options: Options, backend: Backend) -> tuple[Tensor, 
             torch.mul(y[..., :-1], inverse_or_zero(total).unsqueeze(-1), out=into)
         else:
             into.copy_(y)
+        del y  # the next slice can have its memory
     return out, normalizer
 
 
@@ -235,9 +228,10 @@ def attend_backward(
     grads = {
         name: torch.empty_like(x, dtype=_wide(x)) for name, x in given.items() if x is not None
     }
-    for loaded in _load_slices(inputs, options):
-        grad_y = _division_backward(loaded, grad_out, out, normalizer)
-        _slice_backward(loaded, backend, grad_y, grads)
+    for part in cut_slices(inputs.k, inputs.v, inputs.cu_seqlens):
+        grad_y = _division_backward(part, grad_out, out, normalizer if options.normalize else None)
+        _slice_backward(Loaded(part, inputs, options), backend, grad_y, grads)
+        del grad_y  # the next slice can have its memory
     return {name: grad.to(given[name].dtype) for name, grad in grads.items()}  # type: ignore[union-attr]
 
 
@@ -245,14 +239,18 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _division_backward(loaded: Loaded, grad_out: Tensor, out: Tensor, normalizer: Tensor) -> Tensor:
+def _division_backward(
+    part: HeadSlice, grad_out: Tensor, out: Tensor, normalizer: Tensor | None
+) -> Tensor:
     """Take the output's gradient through the division: (g / s, -(g . o) / s) for o = y / s."""
-    grad = loaded.part.of_values(grad_out).flatten(0, 1)  # (N, G M, T, V)
-    if not loaded.options.normalize:
+    grad, answer = (part.of_values(x).flatten(0, 1) for x in (grad_out, out))  # (N, G M, T, V)
+    if normalizer is None:
         return grad.contiguous()
-    answer, total = (loaded.part.of_values(x).flatten(0, 1) for x in (out, normalizer))
-    dot = (grad * answer).sum(-1, keepdim=True)
-    return torch.cat([grad, -dot], -1).mul_(inverse_or_zero(total).unsqueeze(-1))
+    inverse = inverse_or_zero(part.of_values(normalizer).flatten(0, 1)).unsqueeze(-1)
+    grad_y = grad.new_empty(*grad.shape[:-1], grad.shape[-1] + 1)
+    torch.mul(grad, inverse, out=grad_y[..., :-1])
+    grad_y[..., -1] = -(grad_y[..., :-1] * answer).sum(-1)
+    return grad_y
 
 
 def _slice_backward(
@@ -274,13 +272,16 @@ def _slice_backward(
         distant = backend.long_range_backward(
             *loaded.distant_arguments(), loaded.mask, segments, by_row
         )
-        grad_phi += distant.phi.view(v.shape[0], v.shape[1], *phi.shape[1:]).sum(1)
-        grad_v += distant.v.view_as(v)
-        far = distant.psi.view(*v.shape[:3], -1)
+        n = distant.psi.shape[1]
+        by_head = distant.phi.unflatten(0, v.shape[:2])
+        grad_phi[:, :, -by_head.shape[3] :] += by_head.sum(1)
+        grad_v[:, :, :n] += distant.v.unflatten(0, v.shape[:2])
+        far = distant.psi.unflatten(0, v.shape[:2])
         if loaded.write_weight is not None:
-            part.write(grads["write_weight"], (psi.unsqueeze(1) * far).sum(-1))
-            far = far * loaded.write_weight.unsqueeze(-1)
-        grad_psi += far.sum(1)
+            pulled = (psi[:, None, :n] * far).sum(-1)
+            part.write(grads["write_weight"], F.pad(pulled, (0, v.shape[2] - n)))
+            far = far * loaded.write_weight[:, :, :n].unsqueeze(-1)
+        grad_psi[:, :n] += far.sum(1)
         if grad_gates is not None and distant.log_decay is not None:
             grad_gates = grad_gates + distant.log_decay.view_as(grad_gates)
         if distant.read_weight is not None:

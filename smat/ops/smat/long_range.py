@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from smat.geometry.radon import backproject_tables, tabulate_tables
@@ -163,11 +164,11 @@ def long_range(
 
 
 class LongRangeGrads(NamedTuple):
-    """Gradients of the arguments of `long_range`, 0 for keys and queries without a part in it."""
+    """Gradients of the arguments of `long_range`, of the keys and queries that take part in it."""
 
-    phi: Tensor
-    psi: Tensor
-    v: Tensor
+    phi: Tensor  # (R, G, T - first, r)
+    psi: Tensor  # (R, n, r), of the n keys that are ever distant
+    v: Tensor  # (R, n, p)
     log_decay: Tensor | None  # (R, T)
     read_weight: Tensor | None  # (R, G, T, k)
 
@@ -189,19 +190,20 @@ def long_range_backward(
     is distant for every later one.
     """
     folds = Folds(phi, psi, routing, mask, segments)
-    weight = routing.read_weight
+    first, weight = folds.first, routing.read_weight
     grads = LongRangeGrads(
-        torch.zeros_like(phi), torch.zeros_like(psi), torch.zeros_like(v), None,
+        torch.empty_like(phi[:, :, first:]), torch.zeros_like(psi[:, : folds.num_distant]),
+        torch.zeros_like(v[:, : folds.num_distant]), None,
         None if weight is None else torch.zeros_like(weight),
     )  # fmt: skip
-    pulled = grad_y[:, :, folds.first :]
+    pulled = grad_y[:, :, first:]
     if decay is not None:
         pulled = pulled * _since_boundary(decay, folds, v.dtype)
     for features in folds.feature_blocks(psi, v):
         for fold, table in folds.type_tables(psi[..., features], v, decay):
+            asking = _from(first, fold.queries)
             for head, by_type in enumerate(fold.by_type):
-                grad = pulled[:, head, _from(folds.first, fold.queries)]
-                into = grads.phi[:, head, fold.queries, features]
+                grad, into = pulled[:, head, asking], grads.phi[:, head, asking, features]
                 if grads.read_weight is None or not isinstance(by_type, SortedGroups):
                     into.copy_(by_type.read(grad, table.mT))
                     continue
@@ -212,7 +214,10 @@ def long_range_backward(
         _keys_backward(folds, phi, psi, v, decay, pulled, features, grads)
     if decay is None:
         return grads
-    by_query, by_key = (phi * grads.phi).sum((1, -1)), (psi * grads.psi).sum(-1)
+    by_query = (phi[:, :, first:] * grads.phi).sum((1, -1))
+    by_key = (psi[:, : folds.num_distant] * grads.psi).sum(-1)
+    length = phi.shape[2]
+    by_query, by_key = F.pad(by_query, (first, 0)), F.pad(by_key, (0, length - folds.num_distant))
     return grads._replace(log_decay=_decay_backward(by_query, by_key, folds.num_distant))
 
 
@@ -252,7 +257,7 @@ def _decay_backward(by_query: Tensor, by_key: Tensor, num_distant: int) -> Tenso
     but for what earlier queries saw of them. Behind the last boundary it is what later queries see.
     """
     seen = (by_key - by_query).double().cumsum(-1)
-    grad = torch.nn.functional.pad(seen[:, :-1], (1, 0))
+    grad = F.pad(seen[:, :-1], (1, 0))
     grad[:, num_distant:] = by_query[:, num_distant:].double().flip(-1).cumsum(-1).flip(-1)
     return grad
 
