@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -22,7 +24,8 @@ TENSORS = (
     "positions", "cu_seqlens",
 )  # fmt: skip
 NUM_DIFFERENTIABLE = 7
-LARGEST_HEAP_BLOCK = 31 << 20  # just under the size at which malloc stops to adapt
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
+KEPT_BYTES, LARGEST_HEAP_BLOCK = 256 << 20, 31 << 20
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())
@@ -147,12 +150,17 @@ def _mask_from(recipe: str) -> SMatMask:
 def keep_freed_pages() -> None:
     """Let malloc keep the pages of temporaries that were freed, once a process.
 
-    glibc serves a block from its heap, and keeps it there when it is freed, if a block of that size
-    was freed before; until then every temporary of a few megabytes comes from the system, page by
-    page, and goes back. Freeing one untouched block teaches it. At most twice its size stays with
-    the process. Allocators that do not learn this way take no notice.
+    glibc gives the top of its heap back to the system as soon as some megabytes of it are free, and
+    every slice would then pay for fresh pages, which cost more than the arithmetic on them. So at
+    most ``KEPT_BYTES`` of freed memory stay with the process, unless its user has set
+    MALLOC_TRIM_THRESHOLD_. Allocators without this setting take no notice.
     """
-    torch.empty(LARGEST_HEAP_BLOCK, dtype=torch.uint8)
+    if "MALLOC_TRIM_THRESHOLD_" in os.environ:
+        return
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
+    if set_option is not None:
+        set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
+        set_option(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
 
 
 @attend.register_fake
