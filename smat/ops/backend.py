@@ -7,7 +7,7 @@ A backend is four functions with the signatures of `causal`, `long_range` and th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Backend(NamedTuple):
     name: str
     devices: tuple[str, ...]  # none: every device
     causal: Callable[..., Tensor]
-    causal_backward: Callable[..., CausalGrads]
+    causal_backward: Callable[..., Iterator[CausalGrads]]
     long_range: Callable[..., tuple[int, Tensor]]
     long_range_backward: Callable[..., LongRangeGrads]
 

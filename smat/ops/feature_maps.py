@@ -63,6 +63,14 @@ def inverse_or_zero(normalizer: Tensor) -> Tensor:
     return torch.where(sees_nothing, 0.0, normalizer.reciprocal())
 
 
+def divide_backward(grad: Tensor, out: Tensor, normalizer: Tensor) -> Tensor:
+    """Take a gradient through o = y / s, of y and s together: (g / s, -(g . o) / s)."""
+    grad_y = grad.new_empty(*grad.shape[:-1], grad.shape[-1] + 1)
+    torch.mul(grad, inverse_or_zero(normalizer).unsqueeze(-1), out=grad_y[..., :-1])
+    grad_y[..., -1] = -(grad_y[..., :-1] * out).sum(-1)
+    return grad_y
+
+
 class Favor:
     """Performer's positive random features of the softmax kernel, with a fixed seed.
 

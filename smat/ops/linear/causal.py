@@ -15,7 +15,7 @@ finds the states before all chunks again, from the keys alone, and goes through 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,12 +90,13 @@ def causal(
 
 
 class CausalGrads(NamedTuple):
-    """Gradients of the arguments of `causal`; that of the gates only if there were any."""
+    """Gradients of the arguments of `causal` at some tokens; of the gates if there were any."""
 
-    phi: Tensor
-    psi: Tensor
-    v: Tensor
-    log_decay: Tensor | None  # (N, M, T)
+    tokens: slice
+    phi: Tensor  # (N, G, t, r)
+    psi: Tensor  # (N, t, r)
+    v: Tensor  # (N, M, t, p)
+    log_decay: Tensor | None  # (N, M, t)
 
 
 def causal_backward(
@@ -105,10 +106,11 @@ def causal_backward(
     decay: LogDecay | None,
     segments: Sequence[Segment],
     grad_y: Tensor,
-) -> CausalGrads:
-    """Find the gradients of `causal`, given that of its answers, (N, G M, T, p)."""
-    of_gates = None if decay is None else v.new_empty(v.shape[:3])
-    grads = CausalGrads(torch.empty_like(phi), torch.empty_like(psi), torch.empty_like(v), of_gates)
+) -> Iterator[CausalGrads]:
+    """Yield the gradients of `causal`, given that of its answers, (N, G M, T, p).
+
+    They come for some tokens at a time, none of which stand on both sides of a boundary.
+    """
     windows, passed = OpenWindows(segments, psi, v), []
     for chunks in cut_chunks(segments, max_chunks(v)):
         tiles = Tiles(chunks, psi, v, decay)
@@ -120,9 +122,8 @@ def causal_backward(
         chunks, before, in_front = passed.pop()
         tiles, queries = Tiles(chunks, psi, v, decay), cut_queries(phi, chunks)
         pulled = cut_queries(grad_y, chunks, phi.shape[1])
-        _chunks_backward(tiles, queries, before, in_front, pulled, grad_windows, grads)
+        yield _chunks_backward(tiles, queries, before, in_front, pulled, grad_windows)
         grad_windows.pop(chunks.start, None)  # what begins here began with nothing
-    return grads
 
 
 def _chunks_backward(
@@ -132,10 +133,9 @@ def _chunks_backward(
     in_front: dict[int, Tensor],
     grad_y: Tensor,
     grad_windows: dict[int, Tensor],
-    grads: CausalGrads,
-) -> None:
-    """Write the gradients of some chunks, and bring those of the windows in front of them."""
-    psi, v, boundary = tiles.psi, tiles.v, tiles.chunks.boundary
+) -> CausalGrads:
+    """Find the gradients of some chunks, and bring those of the windows in front of them."""
+    psi, v, boundary, grad_gates = tiles.psi, tiles.v, tiles.chunks.boundary, None
     at_start = tiles.since_start(grad_y)
     grad_before = torch.matmul(phi.mT, at_start)
     grad_windows.setdefault(boundary, torch.zeros_like(in_front[boundary]))
@@ -158,12 +158,13 @@ def _chunks_backward(
     grad_phi = add_product_(sum_heads(grad_phi), grad_scores, psi)
     grad_psi = sum_heads(torch.matmul(tiles.v_at_end, grad_sums.mT))
     add_product_(grad_psi, grad_scores.mT, phi)
-    tokens = slice(tiles.chunks.start, tiles.chunks.stop)
-    grads.phi[:, :, tokens] = join_queries(grad_phi, grads.phi.shape[1])
-    grads.psi[:, tokens] = grad_psi.flatten(1, 3)
-    grads.v[:, :, tokens] = add_product_(grad_v, scores.mT, grad_y).flatten(2, 3)
-    if grads.log_decay is not None:
-        grads.log_decay[:, :, tokens] = grad_gates
+    return CausalGrads(
+        slice(tiles.chunks.start, tiles.chunks.stop),
+        join_queries(grad_phi, phi.shape[3] // psi.shape[3]),
+        grad_psi.flatten(1, 3),
+        add_product_(grad_v, scores.mT, grad_y).flatten(2, 3),
+        grad_gates,
+    )
 
 
 def _decay_backward(
@@ -181,6 +182,5 @@ def _decay_backward(
     later = pairs.sum(-1) - pairs.sum(-2) + by_query.unflatten(3, (-1, size)).sum(3)
     earlier = by_key.cumsum(-1) - by_key
     left = tiles.between.diagonal(-1, 1, 2).view(by_key.shape[:3])  # of what passes a chunk
-    return (later.flip(-1).cumsum(-1).flip(-1) + earlier + (left * passing).unsqueeze(-1)).flatten(
-        2
-    )
+    later = later.flip(-1).cumsum(-1).flip(-1)
+    return (later + earlier + (left * passing).unsqueeze(-1)).flatten(2)

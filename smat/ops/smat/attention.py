@@ -17,9 +17,16 @@ from torch import Tensor
 
 from smat.masks import Segment
 from smat.ops.backend import Backend
-from smat.ops.feature_maps import inverse_or_zero, pointwise_backward_, pointwise_rows
+from smat.ops.feature_maps import (
+    divide_backward,
+    inverse_or_zero,
+    pointwise_backward_,
+    pointwise_rows,
+)
 from smat.ops.linear.causal import CausalGrads
+from smat.ops.linear.chunks import cut_chunks, sum_heads
 from smat.ops.linear.decay import FORGETS, LogDecay
+from smat.ops.smat.long_range import LongRangeGrads
 from smat.ops.smat.routing import Inputs, Options, Routing
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 14, 1 << 22  # tokens x heads of values of a slice
@@ -37,40 +44,32 @@ class HeadSlice(NamedTuple):
 
     def of_keys(self, x: Tensor) -> Tensor:
         """View what keys have, or the G heads of queries of each: (b, h, G, t, ...)."""
-        by_key = x.unflatten(2, (self.num_heads, -1))
-        return _heads_first(by_key[self.batch, self.tokens, self.heads])
+        return self._view(x, EVERY)
 
     def of_values(self, x: Tensor) -> Tensor:
         """View what the heads of values have, or the answers: (b, h, M, t, ...)."""
-        by_key = x.unflatten(2, (self.num_heads, -1))
-        return _heads_first(by_key[self.batch, self.tokens, self.heads, self.values])
+        return self._view(x, self.values)
 
-    def write(self, onto: Tensor, x: Tensor) -> None:
-        """Write what the heads of values have."""
-        view = self.of_values(onto)
+    def _view(self, x: Tensor, values: slice) -> Tensor:
+        mine = x.unflatten(2, (self.num_heads, -1))[self.batch, self.tokens, self.heads, values]
+        return mine.permute(0, 2, 3, 1, *range(4, mine.ndim))
+
+    def write(self, onto: Tensor, x: Tensor, tokens: slice = EVERY) -> None:
+        """Write what the heads of values have at some tokens."""
+        view = self.of_values(onto)[:, :, :, tokens]
         view.copy_(x.reshape(view.shape))
 
-    def add(self, onto: Tensor, x: Tensor) -> None:
+    def add(self, onto: Tensor, x: Tensor, tokens: slice) -> None:
         """Write what keys and queries have, or add it to what other heads of values gave."""
-        view = self.of_keys(onto)
+        view = self.of_keys(onto)[:, :, :, tokens]
         if self.values.start:
             view += x.reshape(view.shape)
         else:
             view.copy_(x.reshape(view.shape))
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return x.permute(0, 2, 3, 1, *range(4, x.ndim))
-
-
 def cut_slices(k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Iterator[HeadSlice]:
-    """Cut keys (B, T, Hk, K) and values (B, T, Hv, V) into slices of one sequence each.
-
-    >>> import torch
-    >>> k = torch.empty(1, 1 << 16, 2, 4)  # a head of so many tokens is a slice
-    >>> [part.heads for part in cut_slices(k, k, None)]
-    [slice(0, 1, None), slice(1, 2, None)]
-    """
+    """Cut keys (B, T, Hk, K) and values (B, T, Hv, V) into slices of one sequence each."""
     num_batch, length, num_heads = k.shape[:3]
     num_values = v.shape[2] // num_heads
     edges = [0, length] if cu_seqlens is None else cu_seqlens.tolist()
@@ -113,6 +112,8 @@ class Loaded:
         self.decay = None if self.log_decay is None else LogDecay.of(self.log_decay)
         self.write_weight = self._rows(self.given.write_weight, self.dtype)
         self.segments = self._segments()
+        self.has_local = options.branch != "long_range"
+        self.has_distant = options.branch != "causal" and self.segments[-1].boundary > 0
 
     def _rows(self, x: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
         """Take something of the heads of values, or of the answers: (N, M, T, ...)."""
@@ -142,16 +143,6 @@ class Loaded:
         if self.mask.vc_dim == 1 and not weighs and not forgets and self.options.branch == "both":
             return (Segment(0, self.mask.check_length(length), 0),)
         return self.mask.segments(length)
-
-    @property
-    def has_local(self) -> bool:
-        """Whether the causal branch takes part."""
-        return self.options.branch != "long_range"
-
-    @property
-    def has_distant(self) -> bool:
-        """Whether the long-range branch takes part, and some query sees distant keys."""
-        return self.options.branch != "causal" and self.segments[-1].boundary > 0
 
     def distant_arguments(self) -> tuple[Tensor, Tensor, Tensor, LogDecay | None, Routing]:
         """Give every head of values a row of its own, as the long range takes them."""
@@ -229,7 +220,10 @@ def attend_backward(
         name: torch.empty_like(x, dtype=_wide(x)) for name, x in given.items() if x is not None
     }
     for part in cut_slices(inputs.k, inputs.v, inputs.cu_seqlens):
-        grad_y = _division_backward(part, grad_out, out, normalizer if options.normalize else None)
+        grad, answer, total = (
+            part.of_values(x).flatten(0, 1) for x in (grad_out, out, normalizer)
+        )  # (N, G M, T, V), and without V
+        grad_y = divide_backward(grad, answer, total) if options.normalize else grad.contiguous()
         _slice_backward(Loaded(part, inputs, options), backend, grad_y, grads)
         del grad_y  # the next slice can have its memory
     return {name: grad.to(given[name].dtype) for name, grad in grads.items()}  # type: ignore[union-attr]
@@ -239,62 +233,67 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _division_backward(
-    part: HeadSlice, grad_out: Tensor, out: Tensor, normalizer: Tensor | None
-) -> Tensor:
-    """Take the output's gradient through the division: (g / s, -(g . o) / s) for o = y / s."""
-    grad, answer = (part.of_values(x).flatten(0, 1) for x in (grad_out, out))  # (N, G M, T, V)
-    if normalizer is None:
-        return grad.contiguous()
-    inverse = inverse_or_zero(part.of_values(normalizer).flatten(0, 1)).unsqueeze(-1)
-    grad_y = grad.new_empty(*grad.shape[:-1], grad.shape[-1] + 1)
-    torch.mul(grad, inverse, out=grad_y[..., :-1])
-    grad_y[..., -1] = -(grad_y[..., :-1] * answer).sum(-1)
-    return grad_y
-
-
 def _slice_backward(
     loaded: Loaded, backend: Backend, grad_y: Tensor, grads: dict[str, Tensor]
 ) -> None:
-    """Add the gradients of one slice, of both branches, taken through gates and features."""
-    part, name = loaded.part, loaded.options.feature_map
+    """Write the gradients of one slice, of both branches, taken through gates and features."""
+    part, name, phi = loaded.part, loaded.options.feature_map, loaded.phi
+    distant = _distant_backward(loaded, backend, grad_y, grads)
+    for tokens, grad_phi, grad_psi, grad_v, grad_gates in _local_backward(loaded, backend, grad_y):
+        if distant is not None:
+            first, n = phi.shape[2] - distant.phi.shape[2], distant.psi.shape[1]
+            if tokens.start >= first:
+                grad_phi += distant.phi[:, :, tokens.start - first : tokens.stop - first]
+            if tokens.stop <= n:
+                grad_psi += distant.psi[:, tokens]
+                grad_v += distant.v[:, :, tokens]
+            if grad_gates is not None and distant.log_decay is not None:
+                grad_gates = grad_gates + distant.log_decay[:, :, tokens]
+        if grad_gates is not None and loaded.log_decay is not None:
+            forgets = loaded.log_decay[:, :, tokens] <= FORGETS
+            part.write(grads["log_decay"], grad_gates.masked_fill(forgets, 0.0), tokens)
+        features = loaded.features[:, tokens]
+        if loaded.key_gate is not None:
+            part.add(grads["key_gate"], (features * grad_psi).sum(-1), tokens)
+            grad_psi = grad_psi * loaded.key_gate[:, tokens]
+        part.add(grads["q"], pointwise_backward_(name, phi[:, :, tokens], grad_phi), tokens)
+        part.add(grads["k"], pointwise_backward_(name, features, grad_psi), tokens)
+        part.write(grads["v"], grad_v[..., : grads["v"].shape[-1]], tokens)
+
+
+def _local_backward(loaded: Loaded, backend: Backend, grad_y: Tensor) -> Iterator[CausalGrads]:
+    """Yield the gradients of the causal branch; zeros if it takes no part."""
     phi, psi, v, segments = loaded.phi, loaded.psi, loaded.v, loaded.segments
     if loaded.has_local:
-        local = backend.causal_backward(phi, psi, v, loaded.decay, segments, grad_y)
-    else:
-        local = CausalGrads(
-            torch.zeros_like(phi), torch.zeros_like(psi), torch.zeros_like(v),
-            None if loaded.decay is None else v.new_zeros(v.shape[:3]),
-        )  # fmt: skip
-    grad_phi, grad_psi, grad_v, grad_gates = local
-    if loaded.has_distant:
-        by_row = grad_y.view(-1, phi.shape[1], *grad_y.shape[2:])
-        distant = backend.long_range_backward(
-            *loaded.distant_arguments(), loaded.mask, segments, by_row
-        )
-        n = distant.psi.shape[1]
-        by_head = distant.phi.unflatten(0, v.shape[:2])
-        grad_phi[:, :, -by_head.shape[3] :] += by_head.sum(1)
-        grad_v[:, :, :n] += distant.v.unflatten(0, v.shape[:2])
-        far = distant.psi.unflatten(0, v.shape[:2])
-        if loaded.write_weight is not None:
-            pulled = (psi[:, None, :n] * far).sum(-1)
-            part.write(grads["write_weight"], F.pad(pulled, (0, v.shape[2] - n)))
-            far = far * loaded.write_weight[:, :, :n].unsqueeze(-1)
-        grad_psi[:, :n] += far.sum(1)
-        if grad_gates is not None and distant.log_decay is not None:
-            grad_gates = grad_gates + distant.log_decay.view_as(grad_gates)
-        if distant.read_weight is not None:
-            part.write(grads["read_weight"], distant.read_weight)
-    else:
-        for each in ("write_weight", "read_weight"):
-            if each in grads:
-                part.of_values(grads[each]).zero_()
-    if grad_gates is not None and loaded.log_decay is not None:
-        part.write(grads["log_decay"], grad_gates.masked_fill(loaded.log_decay <= FORGETS, 0.0))
-    if loaded.key_gate is not None:
-        part.add(grads["key_gate"], (loaded.features * grad_psi).sum(-1))
-        grad_psi *= loaded.key_gate
-    part.add(grads["q"], pointwise_backward_(name, phi, grad_phi))
-    part.add(grads["k"], pointwise_backward_(name, loaded.features, grad_psi))
-    part.write(grads["v"], grad_v[..., : grads["v"].shape[-1]])
+        yield from backend.causal_backward(phi, psi, v, loaded.decay, segments, grad_y)
+        return
+    for start, stop, *_ in cut_chunks(segments):
+        some = phi[:, :, start:stop], psi[:, start:stop], v[:, :, start:stop]
+        zeros = (torch.zeros_like(x) for x in some)
+        gates = None if loaded.decay is None else torch.zeros_like(v[:, :, start:stop, 0])
+        yield CausalGrads(slice(start, stop), *zeros, gates)  # type: ignore[call-arg]
+
+
+def _distant_backward(
+    loaded: Loaded, backend: Backend, grad_y: Tensor, grads: dict[str, Tensor]
+) -> LongRangeGrads | None:
+    """Write the gradients of weights; the others are summed over heads of values, but for v."""
+    part, heads = loaded.part, loaded.v.shape[:2]
+    if not loaded.has_distant:
+        for name in grads.keys() & {"write_weight", "read_weight"}:
+            part.of_values(grads[name]).zero_()
+        return None
+    by_row = grad_y.view(-1, loaded.phi.shape[1], *grad_y.shape[2:])
+    found = backend.long_range_backward(
+        *loaded.distant_arguments(), loaded.mask, loaded.segments, by_row
+    )
+    phi, psi, v = (x.unflatten(0, heads) for x in found[:3])
+    if loaded.write_weight is not None:
+        n = psi.shape[2]
+        pulled = (loaded.psi[:, None, :n] * psi).sum(-1)
+        part.write(grads["write_weight"], F.pad(pulled, (0, loaded.v.shape[2] - n)))
+        psi = psi * loaded.write_weight[:, :, :n].unsqueeze(-1)
+    if found.read_weight is not None:
+        part.write(grads["read_weight"], found.read_weight)
+    gates = None if found.log_decay is None else found.log_decay.unflatten(0, heads)
+    return LongRangeGrads(sum_heads(phi)[:, 0], sum_heads(psi)[:, 0], v, gates, None)
