@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
+from smat.machine import guard_bfloat16
 from smat.ops.smat.arguments import check_positions
 from smat.ops.smat.padding import Padding
 
@@ -57,6 +58,9 @@ class Mixer(nn.Module, ABC):
             extras: What this layer takes beside hidden states, by the names of `extra_inputs`.
         """
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
+        is_narrow = hidden_states.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
+        if is_narrow and hidden_states.device.type == "cpu":
+            guard_bfloat16()
         if positions is not None:
             check_positions(positions, hidden_states.shape[1])
         if cu_seqlens is not None and not self.packs_natively:

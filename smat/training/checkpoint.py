@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import io
 import os
 import pickle
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ CURRENT = "checkpoint.pt"
 PREVIOUS = "checkpoint.previous.pt"
 WEIGHTS = "weights.safetensors"
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# What zipfile and torch raise for a file that is damaged or more than data.
-UNREADABLE = (zipfile.BadZipFile, EOFError, RuntimeError, KeyError, pickle.UnpicklingError)
+# Behind what torch writes stands the SHA-256 of it: a flipped bit anywhere is noticed.
+DIGEST_SIZE = hashlib.sha256().digest_size
+# What torch raises for a file that is more than data, or foreign.
+UNREADABLE = (EOFError, RuntimeError, KeyError, pickle.UnpicklingError)
 
 
 class CheckpointError(ValueError):
@@ -83,21 +85,32 @@ def save_checkpoint(folder: Path, state: Mapping[str, Any]) -> None:
     """Write a checkpoint; the one before it stays until the new one is whole, and beside it."""
     buffer = io.BytesIO()
     torch.save(dict(state), buffer)
-    write_atomically(folder / CURRENT, buffer.getvalue(), keep_as=folder / PREVIOUS)
+    content = sealed(buffer.getvalue())
+    write_atomically(folder / CURRENT, content, keep_as=folder / PREVIOUS)
+
+
+def sealed(content: bytes) -> bytes:
+    """Put a checksum behind the content of a checkpoint.
+
+    >>> len(sealed(b"weights")) - len(b"weights")
+    32
+    """
+    return content + hashlib.sha256(content).digest()
 
 
 def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """Return the newest whole checkpoint, or None, and what to tell if a newer one is damaged."""
     damage: list[str] = []
     for path in (folder / CURRENT, folder / PREVIOUS):
-        if path.exists():
-            try:
-                state = _read(path)
-            except CheckpointError as error:
-                damage.append(str(error))
-            else:
-                going_on = f"; going on from {path.name}, step {state['step']}"
-                return state, damage[0] + going_on if damage else None
+        try:
+            state = _read(path)
+        except FileNotFoundError:  # no such checkpoint, or a run that is at work has just moved it
+            continue
+        except CheckpointError as error:
+            damage.append(str(error))
+        else:
+            going_on = f"; going on from {path.name}, step {state['step']}"
+            return state, damage[0] + going_on if damage else None
     if damage:
         files = " ".join(str(path) for path in _files(folder) if path.exists())
         message = f"{'; '.join(damage)}; no whole checkpoint is left"
@@ -106,11 +119,12 @@ def load_checkpoint(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def newest_step(folder: Path) -> int | None:
-    """Return the step of the newest checkpoint without reading its weights; None without one."""
-    for name in (CURRENT, PREVIOUS):
-        with contextlib.suppress(OSError, *UNREADABLE):
-            return torch.load(folder / name, weights_only=True, mmap=True)["step"]
-    return None
+    """Return the step from which a run would go on; None without a whole checkpoint."""
+    try:
+        state, _ = load_checkpoint(folder)
+    except (CheckpointError, OSError):
+        return None
+    return None if state is None else state["step"]
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -136,13 +150,13 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; checksums tell a flipped bit, which unpickling would let through."""
+    """Read a checkpoint, of which nothing is looked at before its checksum is right."""
+    content = path.read_bytes()
     try:
-        with zipfile.ZipFile(path) as archive:
-            if (damaged := archive.testzip()) is not None:
-                raise zipfile.BadZipFile(f"{damaged} has changed")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, dict) or "step" not in state:
+        if sealed(content[:-DIGEST_SIZE]) != content:
+            raise EOFError(f"the checksum of its {len(content)} bytes is wrong")
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
             raise EOFError("it tells of no step")
     except UNREADABLE as error:
         reason = str(error).partition("\n")[0]

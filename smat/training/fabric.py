@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from smat.extras import require
+from smat.machine import guard_bfloat16
 from smat.ops.smat.operator import keep_freed_pages
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
-
-# What oneDNN may use where the processor claims AMX and dies in it.
-SAFE_ISA = "AVX512_CORE_FP16"
-PROBE = "import torch; x = torch.ones(512, 512, dtype=torch.bfloat16); (x @ x).sum().item()"
-CPUINFO = Path("/proc/cpuinfo")
 
 
 def make_fabric(
@@ -60,18 +52,3 @@ def parse_device(device: str) -> tuple[str, int | None]:
     if not is_there.get(kind, True):
         raise ValueError(f"device {device} was asked for, but torch sees no GPU; use cpu or auto")
     return kind, int(index) if index else None
-
-
-def guard_bfloat16() -> None:
-    """Keep bf16 products on a CPU from killing the process; call it before the first product.
-
-    Virtual machines may advertise AMX and hide what it needs, which ends in SIGILL. Where AMX is
-    advertised, another process tries first, and if it dies, oneDNN does without AMX here.
-    ONEDNN_MAX_CPU_ISA, if set, is left alone.
-    """
-    has_amx = CPUINFO.exists() and "amx_tile" in CPUINFO.read_text()
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or not has_amx:
-        return
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
-    if done.returncode:
-        os.environ["ONEDNN_MAX_CPU_ISA"] = SAFE_ISA

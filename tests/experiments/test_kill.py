@@ -1,5 +1,6 @@
 """Kill -9 and Ctrl-C in the middle of a run: started again, it ends in the same weights."""
 
+import json
 import os
 import signal
 import subprocess
@@ -20,18 +21,22 @@ RUN = tiny_table.runs("slow", [0])[0]
 PATIENCE = 300.0  # seconds; a busy machine takes long to import
 
 
-def start(root, *options):
-    """Start the command in a process of its own."""
+def environment():
+    """The environment of a process that imports what this one does, and adds in the same order."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # sums in the same order
+    return os.environ | {
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),
         "PYTHONPATH": os.pathsep.join(paths),
     }
+
+
+def start(root, *options):
+    """Start the command in a process of its own."""
     script = Path(tiny_table.__file__)
     arguments = ["run", "parity", "--preset", "slow", "--seeds", "0", "--only", RUN.arm]
     arguments += ["--only", RUN.cell, "--device", "cpu", "--out", str(root), *options]
     return subprocess.Popen(
-        [sys.executable, str(script), *arguments], env=environment, text=True,
+        [sys.executable, str(script), *arguments], env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -110,3 +115,17 @@ def test_ctrl_c_keeps_the_last_step_and_says_how_to_go_on(tmp_path, whole):
     assert "Traceback" not in error
     finish(store)
     assert (folder / WEIGHTS).read_bytes() == whole[1]
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_at_random_moments_runs_end_in_the_same_bits(tmp_path, num_kills):
+    script = Path(tiny_table.__file__).with_name("random_kills.py")
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(tmp_path), str(num_kills), "0"],
+        env=environment(), text=True, capture_output=True, check=False, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["kills"], found["equal"]) == (num_kills, num_kills)
+    # Moments of all kinds: before the first checkpoint, and far into the run.
+    assert num_kills < 100 or min(found["steps"]) == 0 < 30 < max(found["steps"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import smat
-from smat.layers import MixtureOfMemories, SMatAttention, SoftmaxAttention
+from smat.layers import MixtureOfMemories, SMatAttention, SoftmaxAttention, sum_balance_losses
 from tests.layers.mixers import HIDDEN, LAYERS, extras, make, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
@@ -77,6 +77,11 @@ def test_what_follows_a_cache_is_not_differentiated(name):
     later = layer(x[:, 9:], past_key_values=cache, **extras(layer, ids[:, 9:]))[0]
     with pytest.raises(RuntimeError, match="a cache carries no gradient"):
         later.sum().backward()
+    for nothing_to_learn in (torch.no_grad(), torch.inference_mode()):
+        with nothing_to_learn:
+            again = layer(x[:, 9:], past_key_values=cache, **extras(layer, ids[:, 9:]))[0]
+            assert not again.requires_grad
+            assert torch.equal(again, later)
     with pytest.raises(RuntimeError, match=r"torch\.no_grad"):
         layer.step(x[:, 9], cache, **extras(layer, ids[:, 9]))[0].sum().backward()
     layer.requires_grad_(False)
@@ -107,23 +112,24 @@ def test_a_mixture_of_memories_has_no_loss_for_padding_alone():
     assert layer.balance_loss.item() == 0
 
 
-@pytest.mark.parametrize("name", LEARNED)
+@each_layer
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 1e20])
 @pytest.mark.parametrize("place", [2, 15])
 def test_one_wild_number_gives_no_exception(name, value, place):
     layer = make(name, torch.float32)
-    x, _ = tokens(2, 20, torch.float32)
+    x, ids = tokens(2, 20, torch.float32)
     x[0, place, 3] = value
     x.requires_grad_()
-    out, _, _ = layer(x)
+    out, _, _ = layer(x, **extras(layer, ids))
     assert value == 1e20 or not out[0].isfinite().all()
     assert out[1].isfinite().all()
-    routing = getattr(layer, "memory", getattr(layer, "routing", layer))
-    (out.sum() + routing.balance_loss).backward()
+    balance = sum_balance_losses(layer)
+    assert balance is not None or name not in LEARNED
+    (out.sum() if balance is None else out.sum() + balance).backward()
     with torch.no_grad():
-        _, _, cache = layer(x[:, :10], use_cache=True)
+        _, _, cache = layer(x[:, :10], use_cache=True, **extras(layer, ids[:, :10]))
         for t in range(10, 20):
-            step, cache = layer.step(x[:, t], cache)
+            step, cache = layer.step(x[:, t], cache, **extras(layer, ids[:, t]))
             assert step[1].isfinite().all()
 
 

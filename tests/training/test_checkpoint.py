@@ -1,5 +1,6 @@
 """Checkpoints are whole or not there, and damage is told in one line that names the file."""
 
+import io
 import os
 
 import pytest
@@ -12,9 +13,11 @@ from smat.training.checkpoint import (
     CheckpointError,
     load_checkpoint,
     load_weights,
+    newest_step,
     remove_checkpoints,
     save_checkpoint,
     save_weights,
+    sealed,
     write_atomically,
 )
 
@@ -33,8 +36,12 @@ def empty(path):
 
 def flip(path):
     """Change one bit in the middle of the weights, where nothing but a checksum sees it."""
+    flip_bit(path, 4 * path.stat().st_size)
+
+
+def flip_bit(path, place):
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
+    content[place // 8] ^= 1 << place % 8
     path.write_bytes(bytes(content))
 
 
@@ -51,6 +58,7 @@ def test_the_newest_is_read_and_the_one_before_is_kept(tmp_path):
         save_checkpoint(tmp_path, state(step))
     found, note = load_checkpoint(tmp_path)
     assert (found["step"], note) == (3, None)
+    assert newest_step(tmp_path) == 3
     (tmp_path / CURRENT).unlink()  # killed between the two renames
     found, note = load_checkpoint(tmp_path)
     assert (found["step"], note) == (2, None)
@@ -62,7 +70,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path,
         save_checkpoint(tmp_path, state(step))
     damage(tmp_path / CURRENT)
     found, note = load_checkpoint(tmp_path)
-    assert found["step"] == 1
+    assert found["step"] == newest_step(tmp_path) == 1
     torch.testing.assert_close(found["model"]["weight"], torch.ones(64, 64))
     assert f"checkpoint {tmp_path / CURRENT} is damaged (" in note
     assert note.endswith(f"going on from {PREVIOUS}, step 1")
@@ -82,19 +90,34 @@ def test_with_none_whole_the_error_names_the_files_and_what_to_do(tmp_path, dama
     assert "\n" not in message
     assert message.endswith(f"to start this run anew: rm {files[0]} {files[1]}")
     assert all(path.exists() for path in files)
+    assert newest_step(tmp_path) is None
     remove_checkpoints(tmp_path)
     assert load_checkpoint(tmp_path) == (None, None)
 
 
-def test_a_checkpoint_that_would_run_code_is_not_unpickled(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "evil"),)
+def test_no_flipped_bit_of_any_byte_goes_unnoticed(tmp_path):
+    """Names, sizes, padding and the checksum itself count as well as the weights."""
+    for step in (1, 2):
+        save_checkpoint(tmp_path, {"step": step, "model": {"weight": torch.full((4,), step)}})
+    path = tmp_path / CURRENT
+    whole = path.read_bytes()
+    for byte in range(len(whole)):
+        flip_bit(path, 8 * byte + byte % 8)
+        state, note = load_checkpoint(tmp_path)
+        assert (state["step"], "is damaged" in note) == (1, True), byte
+        assert newest_step(tmp_path) == 1, byte
+        path.write_bytes(whole)
+    assert newest_step(tmp_path) == 2
 
-    torch.save({"step": 1, "x": Evil()}, tmp_path / CURRENT)
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_checkpoint(tmp_path)
-    assert not (tmp_path / "evil").exists()
+
+def test_a_file_that_tells_of_no_step_is_no_checkpoint(tmp_path):
+    for foreign in ({"epoch": 3}, {"step": "three"}, [3]):
+        buffer = io.BytesIO()
+        torch.save(foreign, buffer)
+        (tmp_path / CURRENT).write_bytes(sealed(buffer.getvalue()))
+        with pytest.raises(CheckpointError, match="it tells of no step"):
+            load_checkpoint(tmp_path)
+        assert newest_step(tmp_path) is None
 
 
 @pytest.mark.parametrize("moment", [0, 1], ids=["before", "between"])

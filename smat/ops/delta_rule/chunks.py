@@ -43,6 +43,9 @@ def check_shapes(q: Tensor, k: Tensor, chunk_size: int, **by_token: Tensor | Non
     if k.shape[1] < 1:
         raise ValueError(f"a sequence needs at least one token, but k is {(*k.shape,)}")
     axes = k.shape[:3]
+    for name, x in {"q": q, **by_token}.items():
+        if x is not None and x.device != k.device:
+            raise ValueError(f"{name} must be on {k.device} as k is, not on {x.device}")
     for name, x in by_token.items():
         kind, num_axes = ("(B, T, H)", 3) if name in GATES else ("(B, T, H, width)", 4)
         if x is not None and (x.shape[:3] != axes or x.ndim != num_axes or 0 in x.shape[3:]):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from smat.machine import guard_bfloat16
 from smat.masks import SMatMask
 from smat.ops.smat.routing import Gates, Routing
 
@@ -57,6 +58,8 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, num_queries: int | None = None) -
             raise ValueError(f"q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
         if x.device != q.device:
             raise ValueError(f"q, k, v must share a device, got {q.device}, {k.device}, {v.device}")
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu":
+        guard_bfloat16()
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     expected = (k.shape[0], k.shape[1] if num_queries is None else num_queries)
     if k.shape[:2] != v.shape[:2] or tuple(q.shape[:2]) != expected:
