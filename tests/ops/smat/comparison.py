@@ -7,6 +7,7 @@ import torch
 
 import smat
 from smat.geometry import radon
+from smat.ops import smat_attention_at
 from smat.ops.feature_maps import Favor
 from smat.ops.linear import chunks
 from smat.ops.smat import attention, groups, long_range
@@ -19,6 +20,7 @@ TOLERANCE = {
     torch.float16: (5e-3, 1e-2),
 }
 DIFFERENTIABLE = ("q", "k", "v", "log_decay", "key_gate", "write_weight", "read_weight")
+READS = ("q", "query_type", "read_weight")  # what belongs to queries alone
 
 
 def rms(x):
@@ -122,7 +124,8 @@ def leaves(inputs, dtype=None):
 
 def gradients(out, inputs, seed=3):
     """Differentiate a random weighting of the output by every differentiable input."""
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed))
+    weight = weight.bfloat16().to(out.dtype)  # the same numbers in every dtype
     named = {name: x for name, x in inputs.items() if name in DIFFERENTIABLE}
     if not out.requires_grad:  # the oracle, where every token is padding
         return {name: torch.zeros_like(x) for name, x in named.items()}
@@ -138,6 +141,15 @@ def attend(inputs, mask, **options):
     own = leaves(inputs)
     with poisoned_memory():
         out, _ = smat.smat_attention(mask=mask, **own, **options)
+        return out.detach(), gradients(out, own)
+
+
+def attend_at(inputs, mask, positions, **options):
+    """Run the op at a few positions alone; its gradients are those of all the inputs."""
+    own = leaves(inputs)
+    few = {name: x[:, positions] if name in READS else x for name, x in own.items()}
+    with poisoned_memory():
+        out = smat_attention_at(mask=mask, positions=positions, **few, **options)
         return out.detach(), gradients(out, own)
 
 
