@@ -12,11 +12,14 @@ OUT := out
 # Runs at a time, each on its share of the cores.
 JOBS ?= 2
 PYTEST_FLAGS ?=
+# How long the fuzzer runs, and its first seed; `last` goes on behind the last run.
+FUZZ_SECONDS ?= 120
+FUZZ_FROM ?= 0
 # One process a core, one thread each; with PYTEST_WORKERS= the tests run in one process.
 PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow lint types format figures paper-map clean
+.PHONY: help run test test-slow fuzz lint types format figures paper-map clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -30,6 +33,9 @@ test: lint types ## lint, types, doctests and tests, without the slow ones
 
 test-slow: $(TEST_READY) ## the tests marked slow
 	$(BIN)/python -m pytest -m slow $(PYTEST_FLAGS) || [ $$? -eq 5 ]  # 5: no test is marked slow
+
+fuzz: $(TEST_READY) ## random calls against the dense oracle, malformed ones, damaged files
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seconds $(FUZZ_SECONDS) --from $(FUZZ_FROM)
 
 lint: $(TEST_READY) ## ruff: rules and formatting
 	$(BIN)/ruff check .

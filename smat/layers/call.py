@@ -30,6 +30,9 @@ class MixerCache:
     states: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self.states:
+            has = f"past_key_values has the states {list(self.states)}"
+            raise ValueError(f"{has}, not {name!r}: it is of another layer")
         return self.states[name]
 
     def __len__(self) -> int:

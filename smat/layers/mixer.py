@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
 from smat.machine import guard_bfloat16
-from smat.ops.smat.arguments import check_positions
+from smat.ops.smat.arguments import check_padding, check_positions, check_tensor
 from smat.ops.smat.padding import Padding
 
 
@@ -151,12 +151,22 @@ class Mixer(nn.Module, ABC):
         if len(shape) != 3 or shape[1] < 1 or shape[2] != self.hidden_size:
             wanted = f"(B, T, {self.hidden_size}) with T >= 1"
             raise ValueError(f"hidden_states must be {wanted}, got {shape}")
+        check_tensor("hidden_states", hidden_states, "floating-point")
+        own = next(self.parameters()).device
+        for argument, x in (("hidden_states", hidden_states), ("cu_seqlens", cu_seqlens)):
+            if x is not None and x.device != own:
+                raise ValueError(f"{argument} must be on {own} as the layer is, got {x.device}")
         if attention_mask is not None:
-            _check_padding(attention_mask, shape)
+            wide = tuple(attention_mask.shape)
+            if len(wide) != 2 or wide[1] < shape[1]:
+                raise ValueError(f"attention_mask must be (B, T) = {shape[:2]}, got {wide}")
+            check_padding(attention_mask[:, -shape[1] :], shape[:2], own)
         if past is not None and len(past) != shape[0]:
-            raise ValueError(f"the cache has {len(past)} rows, but there are {shape[0]} sequences")
+            rows = f"past_key_values has {len(past)} rows"
+            raise ValueError(f"{rows}, but hidden_states has {shape[0]} sequences")
         if cu_seqlens is None:
             return
+        check_tensor("cu_seqlens", cu_seqlens, "integers")
         if attention_mask is not None or past is not None:
             raise ValueError("cu_seqlens goes with neither an attention_mask nor a cache")
         edges = cu_seqlens.tolist()
@@ -188,18 +198,6 @@ def reset_children(module: nn.Module) -> None:
             reset()
         else:
             reset_children(child)
-
-
-def _check_padding(attention_mask: Tensor, shape: tuple[int, ...]) -> None:
-    wide = tuple(attention_mask.shape)
-    if len(wide) != 2 or wide[0] != shape[0] or wide[1] < shape[1]:
-        raise ValueError(f"attention_mask must be (B, T) = {shape[:2]}, got {wide}")
-    if attention_mask.dtype == torch.bool or torch.compiler.is_compiling():
-        return
-    wrong = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
-    if len(wrong):
-        found = wrong[0].item()
-        raise ValueError(f"attention_mask must hold 0 for padding and 1 elsewhere, got {found}")
 
 
 def _is_per_token(x: object, batch: int, length: int) -> bool:

@@ -14,6 +14,7 @@ from smat.layers.routing.learned import LearnedRouting, balance_loss, distant_to
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
 from smat.layers.short_convolution import last_inputs, with_past
 from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
+from smat.ops.smat.arguments import check_tensor
 from smat.ops.smat.routing import POSITIONAL, Routing
 
 
@@ -83,6 +84,8 @@ class HashedRouting(Router):
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
         ids = call.extras.get("token_ids")
+        if ids is not None:
+            check_tensor("token_ids", ids, "integers")
         if ids is None or tuple(ids.shape) != (call.batch, call.length):
             wanted, shape = (call.batch, call.length), None if ids is None else tuple(ids.shape)
             raise ValueError(f"hashed routing needs token_ids (B, T) = {wanted}, got {shape}")

@@ -148,6 +148,8 @@ def check_positions(positions: Tensor, length: int) -> None:
 def check_padding(attention_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """Refuse an attention_mask that is not (B, T) of zeros and ones."""
     check_tensor("attention_mask", attention_mask)
+    if attention_mask.dtype.is_complex:
+        raise ValueError(f"attention_mask must hold zeros and ones, got {attention_mask.dtype}")
     if tuple(attention_mask.shape) != tuple(shape) or attention_mask.device != device:
         raise ValueError(
             f"attention_mask must be (batch, time) = {tuple(shape)} on {device}, got "
@@ -158,7 +160,7 @@ def check_padding(attention_mask: Tensor, shape: tuple[int, ...], device: torch.
     strange = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
     if strange.numel():
         raise ValueError(
-            f"attention_mask must hold 1 for tokens and 0 for padding, got {strange[0].item()}"
+            f"attention_mask must hold 0 for padding and 1 for tokens, got {strange[0].item()}"
         )
 
 
@@ -167,7 +169,8 @@ def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
     check_tensor("cu_seqlens", cu_seqlens)
     if q.shape[0] != 1:
         raise ValueError(f"packed sequences come in a batch of 1, got {q.shape[0]}")
-    whole = not cu_seqlens.dtype.is_floating_point and cu_seqlens.dtype != torch.bool
+    kind = cu_seqlens.dtype
+    whole = not kind.is_floating_point and not kind.is_complex and kind != torch.bool
     vector = whole and cu_seqlens.ndim == 1 and len(cu_seqlens) >= 2
     if not vector or cu_seqlens.device != q.device:
         raise ValueError(
@@ -225,6 +228,8 @@ def check_routing_values(routing: Routing, mask: SMatMask) -> None:
 
 def check_range(name: str, index: Tensor, limit: int, mask: SMatMask | None = None) -> None:
     """Refuse indices outside [0, limit)."""
+    if index.is_meta:
+        raise ValueError(f"{name} must hold values, got a tensor on meta")
     index = index.long()
     if not bool(((index >= 0) & (index < limit)).all()):
         low, high = (_extreme(index, end) for end in (torch.amin, torch.amax))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from smat.geometry.field import check_integer
 from smat.masks import SMatMask, SMatWarning
 from smat.ops.feature_maps import FeatureMap, inverse_or_zero
 from smat.ops.smat import arguments as check
@@ -84,6 +85,7 @@ class SMatState(StateTables):
             key_dim if feature_dim is None else feature_dim, value_dim, normalize, weighted, branch,
             decay_scope, fold,
         )  # fmt: skip
+        batch = check_integer("batch", batch, least=0)
         shape = (1, batch, heads, spec.feature_dim, spec.aug_dim)
         recent = torch.zeros(shape, dtype=dtype, device=device)
         state = cls(mask, spec, feature_map, {"recent": recent}, [0] * batch, [0] * batch)
@@ -185,6 +187,8 @@ class SMatState(StateTables):
         ``inplace=True`` writes into this state and returns it: the fast path. Not differentiable.
         """
         named = {"q_t": q_t, "k_t": k_t, "v_t": v_t}
+        for name, x in named.items():
+            check.check_tensor(name, x)
         q, k, v = (_one_token(name, x) for name, x in named.items())
         gates = Gates(_one_token("log_decay", log_decay), _one_token("key_gate", key_gate))
         reads = _one_token("query_type", query_type), _one_token("read_weight", read_weight)

@@ -150,9 +150,9 @@ def smat_attention_at(
     and read_weight at these positions. It is for layers that need no query elsewhere.
     """
     gates, routing = sort_per_token("smat_attention_at", per_token)
-    check.check_tensor("k", k, "floating-point")
-    check.check_positions(positions, k.shape[1] if k.ndim > 1 else 0)
-    _check(q, k, v, mask, gates, routing, branch, decay_scope, backend, len(positions))
+    check.check_tensor("positions", positions, "integers")
+    _check(q, k, v, mask, gates, routing, branch, decay_scope, backend, positions.numel())
+    check.check_positions(positions, k.shape[1])
     if cu_seqlens is not None:
         check.check_packing(cu_seqlens, q)
     else:

@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 from typing_extensions import Self
 
+from smat.geometry.field import check_integer
 from smat.masks import BoundarySchedule, SMatMask, none
 from smat.ops.feature_maps import FeatureMap, split_feature_map
+from smat.ops.smat import arguments as check
 from smat.ops.smat.cohorts import gather_cohorts
 
 STATES = ("type_table", "profile_table", "recent")
@@ -90,14 +92,14 @@ class StateSpec:
 
     def __post_init__(self) -> None:
         for name in ("heads", "query_heads", "feature_dim", "value_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
+            check_integer(name, getattr(self, name), least=1)
         if self.query_heads % self.heads:
             raise ValueError(
                 f"{self.query_heads} query heads are no multiple of {self.heads} key heads"
             )
-        if self.fold not in FOLDS:
-            raise ValueError(f"fold must be one of {', '.join(FOLDS)}, got {self.fold!r}")
+        check.check_choice("branch", self.branch, check.BRANCHES)
+        check.check_choice("decay_scope", self.decay_scope, check.DECAY_SCOPES)
+        check.check_choice("fold", self.fold, FOLDS)
 
     @property
     def aug_dim(self) -> int:

@@ -1,14 +1,12 @@
 """The op against the dense oracle, over everything that it takes, together."""
 
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import smat
+from tests.fuzz.attention import check_call, draw_call
 from tests.ops.smat.comparison import (
     TOLERANCE,
     assert_matches_oracle,
@@ -23,141 +21,32 @@ from tests.ops.smat.comparison import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 
-LENGTHS = [1, 2, 3, 7, 16, 31, 48, 61, 64, 65, 97, 128, 131, 150]
-SCHEDULES = ("default", "none", "kept", "rebuilt", "doubling", "window")
 
+class Drawn:
+    """Answers the questions of a drawn call from hypothesis."""
 
-@dataclass
-class Case:
-    """One drawn call: tensors, mask, options, and the op's block sizes."""
+    def __init__(self, draw):
+        self.draw = draw
 
-    inputs: dict[str, torch.Tensor]
-    mask: smat.SMatMask
-    options: dict[str, Any]
-    tile: int
-
-
-def draw_boundary(draw, seq_len):
-    kind = draw(st.sampled_from(SCHEDULES))
-    event(f"boundary {kind}")
-    if kind == "kept":
-        return smat.schedules.kept(draw(st.integers(0, seq_len)))
-    if kind == "window":
-        return smat.schedules.window(draw(st.sampled_from([1, 2, 5, 8, 16, 30])))
-    plain = {
-        "none": smat.schedules.none,
-        "rebuilt": smat.schedules.rebuilt,
-        "doubling": smat.schedules.doubling,
-    }
-    return plain[kind]() if kind in plain else None
-
-
-def draw_layout(draw, seq_len, batch):
-    """Draw padding on either side, packing, or neither."""
-    layout = draw(st.sampled_from(["plain", "plain", "padded", "packed"]))
-    event(layout)
-    if layout == "padded":
-        real = torch.zeros(batch, seq_len, dtype=torch.long)
-        for row in real:
-            start = draw(st.integers(0, seq_len))
-            row[start : draw(st.integers(start, seq_len))] = 1
-        return batch, {"attention_mask": real}
-    if layout == "packed":
-        inner = draw(st.lists(st.integers(0, seq_len), max_size=4))
-        return 1, {"cu_seqlens": torch.tensor([0, *sorted(inner), seq_len])}
-    return batch, {}
-
-
-def draw_routing(draw, case_mask, shape, group, packed, generator):
-    """Draw profiles and types by content, small enough for every packed sequence's geometry."""
-    routing = {}
-    geometry = case_mask.geometry
-    batch, seq_len, heads = shape
-    profile_heads = draw(st.sampled_from([heads, heads * group]))
-    if draw(st.booleans()):
-        limit = 1 if packed else geometry.num_profiles
-        profile_shape = (batch, seq_len, profile_heads)
-        routing["profile"] = torch.randint(limit, profile_shape, generator=generator)
-    if draw(st.booleans()):
-        limit = 1 if packed else geometry.num_types
-        reads = draw(st.sampled_from([(), (), (1,), (2,), (5,)]))
-        event(f"reads {reads}")
-        type_shape = (batch, seq_len, heads * group, *reads)
-        routing["query_type"] = torch.randint(limit, type_shape, generator=generator)
-        if draw(st.booleans()):
-            weight = torch.rand(type_shape, generator=generator, dtype=torch.float64)
-            routing["read_weight"] = 0.05 + weight
-    return routing
-
-
-def draw_gates(draw, shape, group, generator):
-    """Draw gates, key gates and write weights, for each key head or for each query head."""
-    batch, seq_len, heads = shape
-    gates = {}
-    kind = draw(st.sampled_from(["none", "mild", "mixed"]))
-    event(f"gates {kind}")
-
-    def size():
-        return (batch, seq_len, draw(st.sampled_from([heads, heads * group])))
-
-    if kind != "none":
-        make = mild_gates if kind == "mild" else mixed_gates
-        gates["log_decay"] = make(size(), seed=draw(st.integers(0, 99)))
-    for name in ("key_gate", "write_weight"):
-        if draw(st.booleans()):
-            gates[name] = 0.05 + torch.rand(size(), generator=generator, dtype=torch.float64)
-    return gates
+    def pick(self, name, options):
+        return self.draw(st.sampled_from(options), label=name)
 
 
 @st.composite
-def cases(draw, dtype):
-    # Of a single token every gradient but that of v is 0, which only fp64 tells from rounding.
-    shortest = 1 if dtype == torch.float64 else 2
-    seq_len = draw(st.sampled_from([length for length in LENGTHS if length >= shortest]))
-    batch, options = draw_layout(draw, seq_len, draw(st.sampled_from([1, 2])))
-    heads, group = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 1, 2, 3]))
-    seed = draw(st.integers(0, 999))
-    generator = torch.Generator().manual_seed(seed)
-    mask = smat.SMatMask(
-        seq_len=seq_len + draw(st.sampled_from([0, 0, 1, 50])),
-        vc_dim=draw(st.integers(1, 5)),
-        chunk_size=draw(st.sampled_from([1, 2, 5, 8, 16, 64])),
-        field_size=draw(st.sampled_from([None, None, 2, 3, 5])),
-        boundary=draw_boundary(draw, seq_len),
-    )
-    shape = (batch, seq_len, heads)
-    sharing = draw(st.sampled_from(["queries", "values"]))
-    inputs = make_inputs(seq_len, batch=batch, heads=heads, group=group, seed=seed, sharing=sharing)
-    inputs |= draw_gates(draw, shape, group, generator)
-    inputs |= draw_routing(draw, mask, shape, group, "cu_seqlens" in options, generator)
-    options["normalize"] = draw(st.booleans())
-    options["decay_scope"] = draw(st.sampled_from(["all", "all", "recurrent"]))
-    features = ["elu", "favor", torch.nn.functional.softplus]
-    if not options["normalize"]:
-        features += ["identity", "relu"]
-    options["feature_map"] = draw(st.sampled_from(features))
-    if draw(st.booleans()):
-        rows = draw(st.lists(st.integers(0, seq_len - 1), max_size=9))
-        options["positions"] = torch.tensor(rows, dtype=torch.long)
-    floating = {name: x.to(dtype) for name, x in inputs.items() if x.is_floating_point()}
-    return Case(inputs | floating, mask, options, draw(st.sampled_from([4, 16, 64])))
+def calls(draw, dtype):
+    return draw_call(Drawn(draw), dtype)
 
 
-def check(case):
-    with small_blocks(tile=case.tile):
-        assert_matches_oracle(case.inputs, case.mask, **case.options)
-
-
-@given(cases(torch.float64))
+@given(calls("float64"))
 @settings(max_examples=150)
-def test_equals_the_oracle_in_fp64(case):
-    check(case)
+def test_equals_the_oracle_in_fp64(call):
+    check_call(call)
 
 
-@given(cases(torch.float32))
+@given(calls("float32"))
 @settings(max_examples=100)
-def test_equals_the_oracle_in_fp32(case):
-    check(case)
+def test_equals_the_oracle_in_fp32(call):
+    check_call(call)
 
 
 def test_a_single_token_in_fp32():
@@ -171,23 +60,23 @@ def test_a_single_token_in_fp32():
         assert grads[name].abs().max() <= 1e-5 * size
 
 
-@given(cases(torch.bfloat16))
+@given(calls("bfloat16"))
 @settings(max_examples=60)
-def test_equals_the_oracle_in_bf16(case):
-    check(case)
+def test_equals_the_oracle_in_bf16(call):
+    check_call(call)
 
 
-@given(cases(torch.float16))
+@given(calls("float16"))
 @settings(max_examples=30)
-def test_equals_the_oracle_in_fp16(case):
-    check(case)
+def test_equals_the_oracle_in_fp16(call):
+    check_call(call)
 
 
 @pytest.mark.slow
-@given(cases(torch.float64))
+@given(calls("float64"))
 @settings(max_examples=3000)
-def test_equals_the_oracle_in_fp64_everywhere(case):
-    check(case)
+def test_equals_the_oracle_in_fp64_everywhere(call):
+    check_call(call)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
