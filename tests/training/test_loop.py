@@ -62,7 +62,7 @@ def test_a_task_may_be_scored_on_several_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(Parity, "scored_splits", ("validation", "test"))
     both = fit(tmp_path / "both")
     assert both["by_cell"]["test"] == test["accuracy"]
-    assert both["accuracy"] != test["accuracy"]
+    assert both["loss"] != test["loss"]  # of the first split; accuracies may agree by chance
     assert both["accuracy"] == pytest.approx(
         (both["by_cell"]["index=0"] + both["by_cell"]["index=1"]) / 2
     )
