@@ -42,22 +42,23 @@ def examples(*commands: str) -> str:
 
 
 EngineName = Literal["local", "ray"]
+PrecisionName = Literal["fp32", "bf16"]
+PRECISIONS: dict[PrecisionName, str] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
 
 @app.command("list", epilog=examples("smat list"))
 def list_experiments(out: Out = ROOT) -> None:
-    """List experiments and presets, how many runs they have, and how many are finished."""
+    """List experiments and presets: their runs, how many you finished, how many are shipped."""
     table = Table(header_style="bold")
-    for heading in ("experiment", "preset", "runs", "finished", "what is reduced"):
-        right = heading in ("runs", "finished")
+    for heading in ("experiment", "preset", "runs", "finished", "shipped", "what is reduced"):
+        right = heading in ("runs", "finished", "shipped")
         table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for experiment in EXPERIMENTS.values():
         for index, (preset, line) in enumerate(experiment.presets.items()):
-            runs = experiment.runs(preset, None)
-            finished = len(runs) - len(Store(out).unfinished(runs))
+            counts = Store(out).count(experiment.runs(preset, None))
             name = experiment.name if index == 0 else ""
-            table.add_row(name, preset, str(len(runs)), str(finished), line)
+            table.add_row(name, preset, *map(str, counts), line)
         table.add_section()
     Console(width=TABLE_WIDTH, highlight=False).print(table)
 
@@ -82,11 +83,20 @@ def run(
     jobs: Annotated[int | None, typer.Option(min=1, help="Runs made at the same time (1).")] = None,
     engine: Annotated[EngineName, typer.Option(help="Here, or on a Ray cluster.")] = "local",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[
+        PrecisionName | None, typer.Option(help="Of training (the preset's, fp32).")
+    ] = None,
     out: Out = ROOT,
     again: Annotated[bool, typer.Option("--again", help="Repeat finished runs too.")] = False,
+    use_shipped: Annotated[
+        bool, typer.Option("--use-shipped", help="Take records of results/ for finished runs.")
+    ] = False,
 ) -> None:
     """Make the runs of an experiment that are not finished, and print its table."""
-    experiment, store, console = find_experiment(name), Store(out), Console(stderr=True)
+    experiment, console = find_experiment(name), Console(stderr=True)
+    store = Store(out, use_shipped=use_shipped)
+    if precision is not None:
+        experiment = experiment.with_precision(PRECISIONS[precision])
     runs = experiment.choose(preset, parse_seeds(seeds), only or ())
     to_make = runs if again else store.unfinished(runs)
     counts = f"{len(runs)} runs, {len(runs) - len(to_make)} finished, {len(to_make)} to make"
@@ -94,6 +104,8 @@ def run(
     outcomes: list[Outcome] = []
     if to_make:
         made_by = _engine(engine, jobs, device)
+        if again:
+            store.set_aside(to_make)  # so that the command to go on knows what is left
         with (
             Display(to_make, console) as display,
             stop_on_signal(lambda text: display.say(text, "yellow")) as should_stop,
@@ -103,20 +115,23 @@ def run(
                 display.ended(outcome)
     from smat.report.page import print_table
 
-    print_table(experiment, preset, store.roots, Console(width=TABLE_WIDTH, highlight=False))
+    roots = store.roots if use_shipped else [out]
+    print_table(experiment, preset, roots, Console(width=TABLE_WIDTH, highlight=False))
     kinds = [outcome.kind for outcome in outcomes]
     num_failed, num_left = kinds.count("failed"), len(to_make) - kinds.count("finished")
     if num_left:
         failed = f", {num_failed} failed" if num_failed else ""
         left = f"{num_left} of {len(to_make)} runs are left{failed}; go on with:"
         console.print(left, highlight=False)
-        # Without --again: what is finished by then is not repeated.
+        # Without --again: what it has finished is not repeated, the rest has no record any more.
         words = ["smat", "run", name, "--preset", preset]
         words += ["--seeds", seeds] if seeds is not None else []
         words += [word for choice in only or () for word in ("--only", choice)]
         words += ["--jobs", str(jobs)] if jobs is not None else []
         words += ["--engine", engine] if engine != "local" else []
         words += ["--device", device] if device != "auto" else []
+        words += ["--precision", precision] if precision is not None else []
+        words += ["--use-shipped"] if use_shipped and not again else []
         words += ["--out", str(out)] if out != ROOT else []
         console.print(f"  {shlex.join(words)}", soft_wrap=True, highlight=False, markup=False)
     if num_failed:
@@ -134,9 +149,9 @@ def status(
     store, console = Store(out), Console(width=TABLE_WIDTH, highlight=False)
     for experiment in EXPERIMENTS.values() if name is None else [find_experiment(name)]:
         for preset in experiment.presets:
-            runs = experiment.runs(preset, None)
-            finished = len(runs) - len(store.unfinished(runs))
-            console.print(f"{experiment.name}, {preset}: {finished} of {len(runs)}")
+            runs, finished, shipped = store.count(experiment.runs(preset, None))
+            line = f"{experiment.name}, {preset}: {finished} of {runs}"
+            console.print(line + f", records of {shipped} are shipped" * bool(shipped))
     for line in store.work_in_progress(name or "*"):
         console.print(f"  {line}", soft_wrap=True)
 

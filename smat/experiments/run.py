@@ -6,11 +6,18 @@ import fnmatch
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Annotated, Any, Protocol
 
-from pydantic import BaseModel, ConfigDict, PlainSerializer, SerializationInfo, TypeAdapter
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PlainSerializer,
+    PositiveInt,
+    SerializationInfo,
+    TypeAdapter,
+)
 from pydantic import SkipValidation as Unchecked
 from torch import nn
 
@@ -53,13 +60,15 @@ class Run(BaseModel):
     task: Annotated[Unchecked[Task], PlainSerializer(_with_class)]
     model: Annotated[Unchecked[BuildsModel], PlainSerializer(_with_class)]
     training: TrainingConfig
+    revision: PositiveInt = 1  # raised when new code gives another result with the same settings
 
     @property
     def key(self) -> str:
         """Twelve hexadecimal digits that name the run's folder.
 
         A field at its default does not count, so a new field leaves old runs their names; a
-        default, once records rest on it, must therefore never change.
+        default, once records rest on it, must therefore never change. What is no field, such as
+        the default of a layer or which parameters decay, counts through the `revision`.
         """
         plain = self.model_dump(mode="json", exclude_defaults=True, exclude=CHANGES_NOTHING)
         canonical = json.dumps(plain, sort_keys=True, separators=(",", ":"))
@@ -99,6 +108,7 @@ class Arm:
     task: Task
     model: BuildsModel
     training: TrainingConfig
+    revision: int = 1  # that of `Run`
 
 
 @dataclass(frozen=True)
@@ -138,7 +148,7 @@ class Experiment:
                 Run(
                     experiment=fields["name"], preset=name, arm=arm, cell=cell.format(seed=seed),
                     seed=seed, task=rows[arm].task, model=rows[arm].model,
-                    training=rows[arm].training,
+                    training=rows[arm].training, revision=rows[arm].revision,
                 )
                 for seed in (preset.seeds if seeds is None else seeds)
                 for arm in preset.arms or arms
@@ -146,6 +156,16 @@ class Experiment:
             ]  # fmt: skip
 
         return cls(arms=arms, presets=lines, runs=runs, **fields)
+
+    def with_precision(self, precision: str) -> Experiment:
+        """Return the experiment with all runs in another precision, such as "bf16-mixed"."""
+
+        def runs(preset: str, seeds: Seeds) -> list[Run]:
+            made = self.runs(preset, seeds)
+            trainings = [run.training.changed(precision=precision) for run in made]
+            return [Run(**dict(r) | {"training": t}) for r, t in zip(made, trainings, strict=True)]
+
+        return replace(self, runs=runs)
 
     def choose(self, preset: str, seeds: Seeds = None, only: Sequence[str] = ()) -> list[Run]:
         """List the runs of a preset; `only` names arms and cells, or patterns such as "smat_d*".

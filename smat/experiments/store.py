@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from smat.experiments.run import Run
 from smat.machine import PACKAGE, describe_hardware, source_commit
@@ -23,12 +23,21 @@ class BusyError(Exception):
     """Another process is making this run."""
 
 
+class Counts(NamedTuple):
+    """How many runs a preset has, how many are finished, and of how many a record is shipped."""
+
+    runs: int
+    finished: int
+    shipped: int
+
+
 @dataclass(frozen=True)
 class Store:
     """The folders of runs and records."""
 
     root: Path = ROOT  # where runs work (runs/) and leave records (records/)
     committed: Path = COMMITTED  # records that came with the source, read and never written
+    use_shipped: bool = False  # whether those count as finished runs
 
     @property
     def roots(self) -> list[Path]:
@@ -44,23 +53,28 @@ class Store:
         return self.root / "records" / _place(run)
 
     def find(self, run: Run) -> dict[str, Any] | None:
-        """Return the record of this very run, own or committed; None if it is yet to be made."""
-        for path in (self.path(run), self.committed / _place(run)):
-            try:
-                record = json.loads(path.read_text())
-            except (OSError, ValueError):
-                continue
-            if (
-                isinstance(record, dict)
-                and (record.get("version"), record.get("key")) == (VERSION, run.key)
-                and run.difference(record.get("run", {})) is None
-            ):
-                return record
-        return None
+        """Return the record of this very run; None if it is yet to be made."""
+        own = _read(self.path(run), run)
+        return self.find_shipped(run) if own is None and self.use_shipped else own
+
+    def find_shipped(self, run: Run) -> dict[str, Any] | None:
+        """Return the record of this very run that came with the source, if there is one."""
+        return _read(self.committed / _place(run), run)
 
     def unfinished(self, runs: Iterable[Run]) -> list[Run]:
-        """Keep the runs that have no record, own or committed."""
+        """Keep the runs that have no record."""
         return [run for run in runs if self.find(run) is None]
+
+    def count(self, runs: Sequence[Run]) -> Counts:
+        """Count what `smat list` and `smat status` tell."""
+        shipped = sum(self.find_shipped(run) is not None for run in runs)
+        return Counts(len(runs), len(runs) - len(self.unfinished(runs)), shipped)
+
+    def set_aside(self, runs: Iterable[Run]) -> None:
+        """Rename the records of runs that are to be made again, so that none looks finished."""
+        for run in runs:
+            if (path := self.path(run)).exists():
+                path.replace(path.with_suffix(".previous"))
 
     def write(self, run: Run, record: Mapping[str, Any]) -> Path:
         """Write a record whole."""
@@ -127,4 +141,19 @@ def sign_folder(run: Run, folder: Path) -> None:
 
 
 def _place(run: Run) -> Path:
-    return Path(run.experiment) / run.preset / run.arm / f"{run.cell}-s{run.seed}.json"
+    """Name a record after its cell; one in another precision must not replace it."""
+    other = "" if run.training.precision == "32-true" else f"-{run.training.precision}"
+    return Path(run.experiment) / run.preset / run.arm / f"{run.cell}-s{run.seed}{other}.json"
+
+
+def _read(path: Path, run: Run) -> dict[str, Any] | None:
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    is_same = (
+        isinstance(record, dict)
+        and (record.get("version"), record.get("key")) == (VERSION, run.key)
+        and run.difference(record.get("run", {})) is None
+    )
+    return record if is_same else None

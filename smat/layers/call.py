@@ -137,6 +137,7 @@ def attend(
     call: CallInfo,
     feature_map: FeatureMap = "identity",
     normalize: bool = False,
+    decay_scope: str = "all",
     **per_token: Tensor | None,
 ) -> tuple[Tensor, SMatState | None]:
     """Attend from the tokens of a call (B, T, H, .): from the beginning, or after the last state.
@@ -147,6 +148,7 @@ def attend(
     if state is not None:
         return attend_after(state, q, k, v, call, **per_token)
     given: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, **per_token}
+    given["decay_scope"] = decay_scope  # that of a state is its own
     if call.queries is not None:
         some = smat_attention_at(q, k, v, mask, call.queries, cu_seqlens=call.cu_seqlens, **given)
         return some, None

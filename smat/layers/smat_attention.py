@@ -24,6 +24,7 @@ from smat.layers.routing.routers import PositionalRouting, Router
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import BoundarySchedule, SMatMask
 from smat.ops.feature_maps import Favor, FeatureMap
+from smat.ops.smat.arguments import DECAY_SCOPES, check_choice
 
 
 class SMatAttention(Mixer):
@@ -54,6 +55,8 @@ class SMatAttention(Mixer):
         qk_norm: RMSNorm of queries and keys.
         conv_size: Width of a short convolution of q, k and v; 0 for none.
         decay_gate: A scalar decay a head, a = exp(-A softplus(W x + dt_bias)), as Mamba-2 has.
+        decay_scope: "all" (distant keys decay too, equation 9) or "recurrent" (they do not, as the
+            paper's experiments have it).
         key_gate: h = sigmoid(W x), which scales what a token writes.
         output_gate, output_norm: RMSNorm(y) SiLU(W x) per head, either or both.
         routing: Who writes where and reads what: positions unless given, `HashedRouting`,
@@ -81,6 +84,7 @@ class SMatAttention(Mixer):
         qk_norm: bool = False,
         conv_size: int = 0,
         decay_gate: bool = False,
+        decay_scope: str = "all",
         key_gate: bool = False,
         output_gate: bool = False,
         output_norm: bool = False,
@@ -95,7 +99,8 @@ class SMatAttention(Mixer):
         key_dim = head_dim if feature_dim is None else feature_dim
         if feature_map == "favor":
             self.feature_map, key_dim = Favor(feature_dim), head_dim
-        self.horizon = horizon
+        check_choice("decay_scope", decay_scope, DECAY_SCOPES)
+        self.horizon, self.decay_scope = horizon, decay_scope
         self.recipe = mask_recipe(horizon, vc_dim, chunk_size, field_size, boundary)
         self.routing: Router = PositionalRouting() if routing is None else routing
         self.extra_inputs = self.routing.extra_inputs
@@ -149,7 +154,7 @@ class SMatAttention(Mixer):
         key_gate = None if self.h_proj is None else self.h_proj(x).sigmoid()
         y, state = attend(
             q, k, v, self.routing.read_mask(mask), call, self.feature_map, self.normalize,
-            log_decay=log_decay, key_gate=key_gate, **routing._asdict(),
+            self.decay_scope, log_decay=log_decay, key_gate=key_gate, **routing._asdict(),
         )  # fmt: skip
         x = x if call.queries is None else x[:, call.queries]
         if self.g_proj is not None:

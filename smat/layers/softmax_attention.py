@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import RMSNorm, head_sizes, rotate
+from smat.layers.short_convolution import ShortConvolution
 
 POSITIONS = ("rotary", "learned", "none")
 
@@ -27,6 +28,7 @@ class SoftmaxAttention(Mixer):
 
     Positions are turned into the angles of queries and keys ("rotary"), looked up in a table of
     `max_length` rows that is added to the layer's input ("learned"), or left out ("none").
+    `conv_size` is the width of a short convolution of q, k and v, as the recurrent layers have.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class SoftmaxAttention(Mixer):
         max_length: int | None = None,
         rotary_base: float = 10000.0,
         qk_norm: bool = False,
+        conv_size: int = 0,
         bias: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -56,6 +59,7 @@ class SoftmaxAttention(Mixer):
         self.widths = [heads * head_dim for heads in (num_heads, key_heads, key_heads)]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=bias, **made)
+        self.conv = ShortConvolution(sum(self.widths), conv_size, **made) if conv_size else None
         self.q_norm = RMSNorm(head_dim, **made) if qk_norm else nn.Identity()
         self.k_norm = RMSNorm(head_dim, **made) if qk_norm else nn.Identity()
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=bias, **made)
@@ -78,8 +82,11 @@ class SoftmaxAttention(Mixer):
         if self.max_length is not None:
             # Behind the real tokens of a padded row there may be positions past the table.
             x = x + self.position_table[position.clamp(max=self.max_length - 1)].to(x.dtype)
-        projected = self.qkv_proj(x).split(self.widths, -1)
-        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in projected)
+        projected, conv = self.qkv_proj(x), None
+        if self.conv is not None:
+            projected, conv = self.conv.run(projected, call)
+        parts = projected.split(self.widths, -1)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in parts)
         q, k = self.q_norm(q), self.k_norm(k)
         if self.positions == "rotary":
             q, k = (rotate(each, position, self.rotary_base) for each in (q, k))
@@ -87,7 +94,8 @@ class SoftmaxAttention(Mixer):
         if call.past is not None:
             k, v = (_append(call, name, new) for name, new in (("keys", k), ("values", v)))
             seen = torch.arange(k.shape[1], device=k.device) <= position.unsqueeze(-1)
-        return self.o_proj(self._attend(q, k, v, seen)), call.cache(keys=k, values=v)
+        out = self.o_proj(self._attend(q, k, v, seen))
+        return out, call.cache(keys=k, values=v, conv=conv)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """Attend (B, T, H, K) to (B, S, Hkv, K), where `seen` (B, T, S) says so; None is causal."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Protocol
 
+import torch
+
 from smat import layers
 from smat.geometry import Geometry
 from smat.masks import doubling, kept, none, window
@@ -48,6 +50,15 @@ def _linear(width: int, task: SequenceTask, **layer: Any) -> layers.Mixer:
     return layers.SMatAttention(width, vc_dim=1, horizon=task.max_length, **layer)
 
 
+def hash_seed() -> int:
+    """Return the seed of hash tables: that of the weights, so that every run has its own tables.
+
+    >>> torch.manual_seed(7) and hash_seed()
+    7
+    """
+    return torch.initial_seed() % (1 << 62)
+
+
 def _hashed(
     width: int,
     task: SequenceTask,
@@ -60,13 +71,15 @@ def _hashed(
 ) -> layers.Mixer:
     """Route by a hash of token ids: a payload is filed under the token before it."""
     routing = layers.HashedRouting(
-        task.vocab_size, num_heads, write_lag=1, num_keys=task.keys_per_query, point_read=point_read
-    )
+        task.vocab_size, num_heads, write_lag=1, num_keys=task.keys_per_query,
+        point_read=point_read, seed=hash_seed(),
+    )  # fmt: skip
     if learned_direction:
         geometry = Geometry.for_distant(task.max_length // 2, vc_dim)
         routing = layers.DirectedRouting(
-            width, geometry, vocab_size=task.vocab_size, num_heads=num_heads, write_lag=1
-        )
+            width, geometry, vocab_size=task.vocab_size, num_heads=num_heads, write_lag=1,
+            seed=hash_seed(),
+        )  # fmt: skip
     return layers.SMatAttention(
         width, vc_dim=vc_dim, num_heads=num_heads, horizon=task.max_length, routing=routing, **layer
     )
@@ -91,7 +104,7 @@ def _scheduled(
         "window_8": window(length // 8),
         "window_4": window(length // 4),
     }
-    routing = layers.HashedRouting(task.vocab_size, num_heads, write_lag=1)
+    routing = layers.HashedRouting(task.vocab_size, num_heads, write_lag=1, seed=hash_seed())
     field_size = Geometry.for_distant(length // 2, vc_dim).field_size
     return layers.SMatAttention(
         width, vc_dim=vc_dim, num_heads=num_heads, field_size=field_size, routing=routing,

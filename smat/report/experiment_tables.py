@@ -18,9 +18,10 @@ from smat.report.records import (
     format_value,
     is_loss,
     reproduced_tables,
-    select,
+    select_current,
     text_at,
 )
+from smat.tasks.task import SAMPLING_ERROR
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -56,6 +57,7 @@ class ResultTable(Table):
     numbers: DataFrame
     records: Sequence[Record]
     own_cells: bool
+    left_out: str = ""  # which records are not of the preset as it is now
 
     @property
     def num_filled(self) -> int:
@@ -72,11 +74,11 @@ def result_table(
     experiment: Experiment, preset: str, records: Iterable[Record], published: Published
 ) -> ResultTable:
     """Arrange the records of one preset as the table that the experiment reproduces."""
-    records = select(records, experiment.name, preset)
+    records, left_out = select_current(records, experiment, preset)
     own_cells = own_columns(records, experiment.cells)
     cells = own_cells or dict(experiment.cells)
     arms = dict(experiment.arms)
-    ours, controls = [], []
+    ours, controls, errors = [], [], {}
     for record in records:
         arm = record.run.arm
         label = arms.setdefault(arm, arm)
@@ -85,20 +87,25 @@ def result_table(
             cells.setdefault(cell, cell)
             ours.append((arm, OURS, label, cell, accuracy))
             for name, value in record.controls.items():
-                if not name.endswith(of_loads):
+                if name.endswith(SAMPLING_ERROR):
+                    errors[name.removesuffix(SAMPLING_ERROR), cell, arm] = value
+                elif not name.endswith(of_loads):
                     controls.append((arm, CONTROL, name, cell, value))
     paper = _paper_numbers(experiment, arms, {} if own_cells else published)
-    numbers = pd.concat([_means(ours), paper, _join_shared(_means(controls))], ignore_index=True)
+    known = _means(controls)
+    places = zip(known["label"], known["cell"], known["arm"], strict=True)
+    known["std"] = pd.Series([errors.get(place) for place in places], dtype=float)
+    numbers = pd.concat([_means(ours), paper, _join_shared(known)], ignore_index=True)
     text = _text(cells, arms, numbers)
     if records:
         text = text.join(_extras(text.index, numbers, records))
     headings = {**cells, **EXTRA} if records else cells
-    return ResultTable(headings, text, preset, cells, numbers, records, bool(own_cells))
+    return ResultTable(headings, text, preset, cells, numbers, records, bool(own_cells), left_out)
 
 
 def load_table(experiment: Experiment, preset: str, records: Iterable[Record]) -> Table | None:
     """Arrange accuracies by load, for tasks that mix several; None if the task has one load."""
-    records = select(records, experiment.name, preset)
+    records, _ = select_current(records, experiment, preset)
     arms, cells = dict(experiment.arms), dict(experiment.cells)
     known = {*cells, *own_columns(records, cells)}
     loads = {load: load for record in records for load in record.by_cell if load not in known}
@@ -153,7 +160,9 @@ def _means(found: Sequence[tuple[str, str, str, str, float]]) -> DataFrame:
     """Summarise what several seeds have for one line and cell."""
     frame = pd.DataFrame(found, columns=[*LINE, "cell", "value"])
     values = frame.groupby([*LINE, "cell"], sort=False)["value"]
-    return values.agg(mean="mean", std="std", num_seeds="size").reset_index()
+    means = values.agg(mean="mean", std="std", num_seeds="size").reset_index()
+    # What needs no training is the same for every seed.
+    return means.assign(std=means["std"].mask(means["kind"] == CONTROL))
 
 
 def _join_shared(controls: DataFrame) -> DataFrame:
@@ -187,7 +196,7 @@ def _text(columns: Mapping[str, str], arms: Mapping[str, str], numbers: DataFram
     texts = []
     for line in numbers.itertuples():
         decimals = 3 if line.kind == CONTROL and is_loss(line.label) else 1
-        text = format_value(line.mean, None if line.kind == CONTROL else line.std, decimals)
+        text = format_value(line.mean, line.std, decimals)
         several = line.kind == OURS and line.arm in uneven
         texts.append(f"{text} (n = {line.num_seeds:.0f})" if several else text)
     lines = [(arm, OURS, label) for arm, label in arms.items()]

@@ -214,6 +214,6 @@ def print_table(
     )
     title = f"{experiment.title}, preset {preset}: {experiment.presets.get(preset, '')}"
     facts = [f"{name}: {text}" for name, text in records.facts_of(table.records).items()]
-    notes = filter(None, [*facts, records.stale_note(table.records, experiment, preset)])
+    notes = filter(None, [*facts, table.left_out])
     told = "".join(f"- {escape_markdown(note)}\n" for note in notes)
     console.print(Markdown(f"**{escape_markdown(title)}**\n\n{format_markdown(table)}\n{told}"))

@@ -73,7 +73,7 @@ def load_records(roots: Iterable[str | Path]) -> list[Record]:
     A root is a folder of records, or holds one by the name `records`. A file that is not a record
     is skipped with a warning that names it.
     """
-    found: dict[RunName, Record] = {}
+    found: dict[tuple[RunName, str], Record] = {}
     for path in (path for root in map(Path, roots) for path in _files(root)):
         try:
             record = Record.model_validate_json(path.read_bytes())
@@ -81,7 +81,7 @@ def load_records(roots: Iterable[str | Path]) -> list[Record]:
             problem = " ".join(str(error).split())
             warnings.warn(f"skipped {path}: {problem}", RecordWarning, stacklevel=2)
         else:
-            found.setdefault(record.run, record)
+            found.setdefault((record.run, record.key), record)
     return list(found.values())
 
 
@@ -97,15 +97,19 @@ def select(records: Iterable[Record], experiment: str, preset: str) -> list[Reco
     return [r for r in records if (r.run.experiment, r.run.preset) == (experiment, preset)]
 
 
-def stale_note(records: Sequence[Record], experiment: Experiment, preset: str) -> str:
-    """Say how many records were made with settings that the preset no longer has."""
-    if not records or preset not in experiment.presets:
-        return ""
-    seeds = sorted({record.run.seed for record in records})
-    current = {run.key for run in experiment.runs(preset, seeds)}
-    old = sum(record.key not in current for record in records)
-    made = f"{old} of the {len(records)} runs were made with other settings"
-    return f"{made} than the preset {preset} has now." if old else ""
+def select_current(
+    records: Iterable[Record], experiment: Experiment, preset: str
+) -> tuple[list[Record], str]:
+    """Keep the records of a preset as it is now, and say how many others are left out."""
+    found = select(records, experiment.name, preset)
+    if not found or preset not in experiment.presets:
+        return found, ""
+    seeds = sorted({record.run.seed for record in found})
+    keys = {run.key for run in experiment.runs(preset, seeds)}
+    current = [record for record in found if record.key in keys]
+    num_old = len(found) - len(current)
+    made = f"{num_old} of {len(found)} runs were made with other settings"
+    return current, f"{made} than the preset {preset} has now, and are not shown." * bool(num_old)
 
 
 def facts_of(records: Sequence[Record]) -> dict[str, str]:

@@ -41,6 +41,8 @@ class JointRecall(RecallInEpochs):
     shuffle_batches: bool = True
 
     name: ClassVar[str] = "joint_recall"
+    # Those of tab:joint_recall and of tab:mom_macro.
+    scored_splits: ClassVar[tuple[str, ...]] = ("validation", "test")
 
     def __post_init__(self) -> None:
         restore_tuples(self, "loads")

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 SPLITS = ("validation", "test")
+SAMPLING_ERROR = ", sampling error"  # ends the name of a control that is another one's deviation
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Task(Protocol):
     """
 
     name: ClassVar[str]
+    # What a trained model is scored on; the first is its accuracy, and fills cells by load.
+    scored_splits: ClassVar[tuple[str, ...]] = ("test",)
 
     @property
     def vocab_size(self) -> int:

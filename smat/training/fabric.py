@@ -29,7 +29,11 @@ def make_fabric(
         keep_freed_pages()  # a step's temporaries are those of the step before
         if precision.startswith("bf16"):
             guard_bfloat16()
-    for name in ("lightning", "lightning.fabric"):  # it tells at length what was asked for
+    for name in (
+        "lightning",
+        "lightning.fabric",
+        "lightning.pytorch",
+    ):  # it tells at length what was asked for
         logging.getLogger(name).setLevel(logging.WARNING)
     devices = num_devices if index is None else [index]
     made = fabric.Fabric(accelerator=kind, devices=devices, precision=precision, strategy=strategy)

@@ -46,11 +46,13 @@ def train(
     should_stop: Callable[[], bool] | None = None,
     fabric: Fabric | None = None,
 ) -> dict[str, Any]:
-    """Train a model, from the folder's checkpoint if there is one, and score it on the test split.
+    """Train a model, from the folder's checkpoint if there is one, and score it.
 
-    Returns accuracy and by_cell (in %), loss, curve, parameters, minutes and steps_per_second. The
-    folder gets weights.safetensors and a TensorBoard log. A run that was killed and is started
-    again with the same arguments ends in the same weights, bit for bit on as many CPU threads.
+    Returns accuracy and by_cell (in %), loss, curve, parameters, minutes and steps_per_second, of
+    the test split unless the task has other `scored_splits`; by_cell has the mean of each further
+    one by its name. The folder gets weights.safetensors and a TensorBoard log. A run that was
+    killed and is started again with the same arguments ends in the same weights, bit for bit on as
+    many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
     A `fabric` brings another strategy or several devices, each of which takes some of a batch.
     """
@@ -64,7 +66,9 @@ def train(
         trainer.wrapped.train()
         with event_log(folder, trainer.step) if is_first else nullcontext() as log:
             _take_steps(trainer, folder, log, on_progress, should_stop)
-    found = trainer.evaluate("test")
+    first, *further = task.scored_splits
+    found = trainer.evaluate(first)
+    found.by_cell.update({split: trainer.evaluate(split).accuracy for split in further})
     if is_first:
         save_weights(folder, trainer.model)
     trainer.curve[-1][2] = found.accuracy
@@ -107,7 +111,7 @@ def _take_steps(
 def _note_point(trainer: Trainer, log: Log | None) -> None:
     """Evaluate where the recipe asks for it, and add a point to the curve where one is due."""
     config, step = trainer.config, trainer.step
-    is_last = step == config.steps  # the test split is scored instead
+    is_last = step == config.steps  # what the task is scored on comes instead
     evaluates = config.eval_every > 0 and step % config.eval_every == 0 and not is_last
     if not (evaluates or is_last or step % max(1, config.steps // CURVE_STEPS) == 0):
         return

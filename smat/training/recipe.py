@@ -28,7 +28,7 @@ class TrainingConfig(pydantic.BaseModel):
     learning_rate: PositiveFloat  # the peak
     optimizer: Literal["adam", "adamw"] = "adam"  # decay in the gradient, or decoupled
     weight_decay: NonNegativeFloat = 0.0
-    decay: Literal["matrices", "all"] = "matrices"  # matrices: no bias, norm, A_log, dt_bias, D
+    decay: Literal["matrices", "all"] = "matrices"  # matrices: see `parameter_groups`
     schedule: Literal["constant", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0  # rising linearly, before either schedule
     final_fraction: NonNegativeFloat = 0.1  # where the cosine ends, as a fraction of the peak
@@ -66,6 +66,9 @@ def parameter_groups(model: nn.Module, config: TrainingConfig) -> list[dict[str,
     >>> config = TrainingConfig(steps=1, batch_size=1, learning_rate=1e-3, weight_decay=0.1)
     >>> [(g["weight_decay"], len(g["params"])) for g in parameter_groups(nn.Linear(2, 2), config)]
     [(0.1, 1), (0.0, 1)]
+
+    "matrices" leaves out biases, norms, A_log, dt_bias, D, and what a layer has marked by
+    `keep_from_decay_`: a gain that has the shape of a matrix would shrink to nothing.
     """
     decayed: list[nn.Parameter] = []
     kept: list[nn.Parameter] = []
@@ -100,7 +103,9 @@ def learning_rate(step: int, config: TrainingConfig) -> float:
 
 
 def _is_matrix(model: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Tell a matrix from a bias, the weight of a norm and a parameter of the dynamics."""
+    """Tell a matrix from a bias, the weight of a norm, and what is kept from decay."""
+    if getattr(parameter, "_no_weight_decay", False):
+        return False
     owner, _, leaf = name.rpartition(".")
     is_norm = "norm" in type(model.get_submodule(owner)).__name__.lower()
     return parameter.ndim >= 2 and leaf not in NEVER_DECAYED and "bias" not in leaf and not is_norm

@@ -58,7 +58,7 @@ def test_run_makes_records_and_prints_the_table(smat, tmp_path):
     assert status == 0
     (line,) = (line for line in out.splitlines() if "All of it." in line)
     assert [part.strip() for part in line.strip("│").split("│")] == [
-        "parity", "quick", "8", "1", "All of it.",
+        "parity", "quick", "8", "1", "0", "All of it.",
     ]  # fmt: skip
 
 
@@ -73,6 +73,31 @@ def test_a_run_that_fails_ends_with_status_1_and_the_command_to_go_on(smat, monk
     (line,) = (line for line in err.splitlines() if line.startswith("failed: "))
     assert line.startswith("failed: narrow T=4 seed 0: the loss is nan at step 3 (learning rate")
     assert "1 of 1 runs are left, 1 failed; go on with:" in err
+
+
+def test_the_command_to_go_on_is_complete(smat, monkeypatch, tmp_path):
+    assert smat(*RUN_ONE, "--precision", "bf16")[0] == 0
+    assert (tmp_path / "records/parity/quick/wide/T=4-s0-bf16-mixed.json").exists()
+
+    def failing(preset, seeds):
+        runs = tiny_table.runs(preset, seeds)
+        return [changed(run, task=replace(run.task, nan_at=3)) for run in runs]
+
+    monkeypatch.setitem(EXPERIMENTS, "parity", replace(tiny_table.PARITY, runs=failing))
+    options = ["--precision", "bf16", "--use-shipped", "--out", str(tmp_path)]
+    status, _, err = smat(*RUN_ONE, *options[:-2])
+    assert status == 1
+    assert "Logging error" not in err
+    words = ["smat", "run", "parity", "--preset", "quick", *RUN_ONE[2:], *options]
+    assert f"  {' '.join(words)}\n" in err
+
+
+def test_runs_to_be_made_again_do_not_look_finished_to_the_command_to_go_on(smat, monkeypatch):
+    assert smat(*RUN_ONE)[0] == 0
+    monkeypatch.setattr("smat.experiments.cli.run_all", lambda *_: iter(()))  # stopped at once
+    _, _, err = smat(*RUN_ONE, "--again")
+    assert "1 of 1 runs are left" in err
+    assert "1 runs, 0 finished, 1 to make" in smat(*RUN_ONE)[2]
 
 
 @pytest.mark.parametrize("command", ["list", "run", "status", "report"])

@@ -63,12 +63,14 @@ def test_a_finished_run_is_not_repeated_unless_asked(store):
     assert again[0].record["accuracy"] == first[0].record["accuracy"]
 
 
-def test_a_committed_record_is_enough(store):
+def test_a_shipped_record_is_enough_only_where_it_is_to_be_used(store):
     make(RUNS[:1], store)
     committed = store.committed / "parity/quick/narrow/T=4-s0.json"
     committed.parent.mkdir(parents=True)
     store.path(RUNS[0]).rename(committed)
-    assert make(RUNS[:1], store)[0] == []
+    assert make(RUNS[:1], replace(store, use_shipped=True))[0] == []
+    assert store.unfinished(RUNS[:1]) == RUNS[:1]
+    assert store.count(RUNS) == (len(RUNS), 0, 1)
 
 
 def test_checkpoints_go_when_the_record_is_there_and_weights_stay(store):

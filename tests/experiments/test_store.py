@@ -1,6 +1,7 @@
 """Records lie where the contract says, and only the record of this very run counts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import tiny_table
@@ -35,10 +36,12 @@ def test_a_record_says_what_is_to_be_known(store):
     assert store.find(RUN) == json.loads(path.read_text()) == record
 
 
-def test_a_committed_record_counts_and_an_own_one_comes_first(store):
+def test_a_shipped_record_counts_if_asked_for_and_an_own_one_comes_first(store):
     path = store.committed / "parity/quick/narrow/T=4-s0.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps(make_record(RUN, RESULT, "cpu")))
+    assert store.find(RUN) is None
+    store = replace(store, use_shipped=True)
     assert store.find(RUN)["accuracy"] == 75.0
     store.write(RUN, make_record(RUN, RESULT | {"accuracy": 80.0}, "cpu"))
     assert store.find(RUN)["accuracy"] == 80.0
@@ -51,6 +54,19 @@ def test_other_settings_are_another_run(store):
     assert store.find(longer) is None
     often = changed(RUN, training=changed(RUN.training, checkpoint_seconds=1.0))
     assert store.find(often) is not None
+
+
+def test_another_precision_is_another_run_with_a_record_of_its_own(store):
+    (bf16,) = tiny_table.PARITY.with_precision("bf16-mixed").choose("quick", [0], ["narrow", "T=4"])
+    assert bf16.key != RUN.key
+    store.write(RUN, make_record(RUN, RESULT, "cpu"))
+    store.write(bf16, make_record(bf16, RESULT | {"accuracy": 80.0}, "cpu"))
+    assert [store.find(run)["accuracy"] for run in (RUN, bf16)] == [75.0, 80.0]
+
+
+def test_new_code_with_the_same_settings_is_another_run_by_its_revision(store):
+    store.write(RUN, make_record(RUN, RESULT, "cpu"))
+    assert store.find(changed(RUN, revision=2)) is None
 
 
 def test_a_changed_default_is_noticed_though_the_key_is_the_same(store):

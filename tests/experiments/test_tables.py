@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from smat.experiments.store import COMMITTED, Store
 from smat.experiments.tables import EXPERIMENTS
@@ -58,6 +59,58 @@ def test_the_papers_routing_table_is_whole():
     assert {run.task.seq_len for run in runs} == {1024}
 
 
+def test_routing_is_constant_as_in_the_paper_and_on_a_cosine_beside_it():
+    runs = {run.arm: run for run in EXPERIMENTS["subset-routing"].runs("paper", [0])}
+    for d in (1, 2, 3, 4):
+        paper, cosine = runs[f"smat_d{d}"], runs[f"smat_d{d}_cosine"]
+        assert (paper.training.schedule, cosine.training.schedule) == ("constant", "cosine")
+        assert paper.task.num_eval == 2048
+        assert EXPERIMENTS["subset-routing"].arms[cosine.arm].endswith("cosine rate")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_multi_key_recall_has_a_convolution_of_3_everywhere(preset):
+    for name in ("multi-key-recall", "multi-key-control", "multi-key-softmax-sweep"):
+        for run in EXPERIMENTS[name].runs(preset, [0]):
+            assert run.model.options["conv_size"] == 3, run.arm
+
+
+@pytest.mark.parametrize("name", ["multi-key-recall", "length-generalization"])
+def test_gated_masks_decay_in_the_recurrent_part_and_one_row_shows_the_other(name):
+    runs = {run.arm: run.model for run in EXPERIMENTS[name].runs("paper", [0])}
+    scopes = {arm: x.options["decay_scope"] for arm, x in runs.items() if x.mixer[:5] == "smat_"}
+    assert {arm for arm, scope in scopes.items() if scope == "all"} == {
+        arm for arm in scopes if arm.endswith("_decay_all")
+    }
+    assert list(scopes.values()).count("all") == 1
+
+
+def test_every_seed_has_its_own_hash_tables():
+    (run,) = EXPERIMENTS["multi-key-recall"].choose("quick", [0], ["smat_d3", "k=2"])
+
+    def seed_of_tables(seed):
+        torch.manual_seed(seed)
+        return run.model.build(run.task).blocks[0].mixer.routing.seed
+
+    assert seed_of_tables(1) == seed_of_tables(1) != seed_of_tables(2)
+
+
+def test_joint_recall_is_scored_as_in_each_of_the_papers_tables():
+    (run, *_) = EXPERIMENTS["joint-recall"].runs("paper", None)
+    assert run.task.scored_splits == ("validation", "test")
+    assert list(PUBLISHED["tab:joint_recall"]["columns"]) == ["accuracy"]
+    assert list(PUBLISHED["tab:mom_macro"]["columns"]) == ["test"]
+    assert EXPERIMENTS["joint-recall"].cells["accuracy"] == "validation"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_preset_in_fp32_where_the_paper_has_bf16_says_so(name):
+    experiment = EXPERIMENTS[name]
+    assert {run.training.precision for run in experiment.runs("paper", None)} == {"32-true"}
+    if name not in ("subset-routing", "length-generalization"):  # fp32, and not told
+        assert "but in fp32" in experiment.presets["paper"]
+
+
 @pytest.mark.skipif(not COMMITTED.exists(), reason="not a checkout")
 def test_every_committed_record_counts_as_finished(tmp_path):
     runs = [
@@ -67,5 +120,5 @@ def test_every_committed_record_counts_as_finished(tmp_path):
         for run in experiment.runs(preset, None)
     ]
     store = Store(tmp_path)
-    found = {store.find(run)["key"] for run in runs if store.find(run) is not None}
+    found = {run.key for run in runs if store.find_shipped(run) is not None}
     assert len(found) == len(list(COMMITTED.rglob("*.json")))

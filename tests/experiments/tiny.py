@@ -22,6 +22,7 @@ class Parity:
     """Tell the parity of two marked bits."""
 
     name: ClassVar[str] = "parity"
+    scored_splits: ClassVar[tuple[str, ...]] = ("test",)
     length: int = 6
     step_seconds: float = 0.0  # makes a run long enough to be interrupted
     nan_at: int = -1

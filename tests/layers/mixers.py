@@ -69,6 +69,9 @@ LAYERS = {
     "softmax learned": lambda: SoftmaxAttention(
         HIDDEN, num_heads=2, num_kv_heads=1, positions="learned", max_length=HORIZON, qk_norm=True
     ),
+    "softmax convolved": lambda: SoftmaxAttention(
+        HIDDEN, num_heads=2, positions="none", qk_norm=True, conv_size=3
+    ),
     "mamba2": lambda: Mamba2(HIDDEN, **MAMBA),
     "mamba2 memory": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(PlainWrites, 4, smat.schedules.kept(8))
@@ -97,6 +100,10 @@ LAYERS = {
     "smat": lambda: smat_layer(),
     "smat gated": lambda: smat_layer(conv_size=3, qk_norm=True, num_kv_heads=1, **EVERY_GATE),
     "smat window": lambda: smat_layer(boundary=WINDOW, decay_gate=True, output_gate=True),
+    "smat recurrent decay": lambda: smat_layer(decay_gate=True, decay_scope="recurrent"),
+    "smat window recurrent decay": lambda: smat_layer(
+        boundary=WINDOW, decay_gate=True, decay_scope="recurrent"
+    ),
     "smat favor": lambda: smat_layer(feature_map="favor", feature_dim=8, output_norm=True),
     "smat hashed": lambda: smat_layer(routing=hashed(write_lag=1, num_keys=2), conv_size=3),
     "smat bucketed": lambda: smat_layer(routing=hashed(point_read=True)),

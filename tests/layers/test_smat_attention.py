@@ -184,3 +184,24 @@ def test_hashed_routing_says_what_it_needs():
         make("smat hashed")(tokens(1, 5)[0])
     with pytest.raises(ValueError, match="-1 and 1"):
         HashedRouting(VOCAB, 2, write_lag=-1)
+
+
+def test_distant_keys_decay_only_if_the_scope_says_so():
+    x = torch.randn(1, 22, 12, generator=torch.Generator().manual_seed(3))
+    layers = {}
+    for scope in ("all", "recurrent"):
+        torch.manual_seed(0)
+        layers[scope] = smat.SMatAttention(
+            12, num_heads=2, vc_dim=2, horizon=22, chunk_size=4, decay_gate=True, decay_scope=scope
+        )
+        with torch.no_grad():
+            layers[scope].dt_bias.fill_(2.0)  # forgets within a token
+    outs = {scope: layer(x)[0] for scope, layer in layers.items()}
+    torch.testing.assert_close(outs["all"][:, :8], outs["recurrent"][:, :8])
+    moved = x.clone()
+    moved[:, 0] += 1.0  # what the last query sees of it decays over 8 tokens or more
+    change = {scope: (layer(moved)[0] - outs[scope])[:, 8:] for scope, layer in layers.items()}
+    assert change["all"].abs().max() < 1e-6
+    assert change["recurrent"].abs().max() > 1e-3
+    with pytest.raises(ValueError, match="decay_scope must be one of all, recurrent, got 'none'"):
+        smat.SMatAttention(12, num_heads=2, decay_scope="none")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from smat.report.experiment_tables import CONTROL, OURS, PAPER, load_table, result_table
 from smat.report.page import content_of, progress
 from smat.report.records import format_value, load_published, not_reproduced, published_keys
-from tests.report.experiments_case import ARMS, CELLS, EXPERIMENT, PUBLISHED, make_record
+from tests.report.experiments_case import ARMS, CELLS, EXPERIMENT, PUBLISHED, key_of, make_record
 
 
 def table_of(*records, experiment=EXPERIMENT, preset="paper"):
@@ -73,21 +73,31 @@ def test_every_arm_has_its_line_and_the_papers_below_it():
     assert (table.num_filled, table.num_cells) == (1, 9)
 
 
-def test_arms_and_cells_that_the_experiment_no_longer_has_still_show():
-    table = table_of(make_record("mamba9", "k=9", 0, 12.0))
-    assert table.cells == {**CELLS, "k=9": "k=9"}
-    assert means(table, OURS, "mamba9") == {"k=9": 12.0}
+def test_records_of_settings_that_the_preset_no_longer_has_do_not_show():
+    old = make_record("softmax", "k=2", 0, 12.0, key="of another time")
+    table = table_of(make_record("mamba9", "k=9", 0, 12.0), old)
+    assert (table.cells, table.records, table.num_filled) == (CELLS, [], 0)
+    assert table.left_out.startswith("2 of 2 runs were made with other settings")
+
+
+def test_a_ceiling_stands_with_its_sampling_error():
+    controls = {"expected ceiling": 49.3, "expected ceiling, sampling error": 1.1, "guess": 5.0}
+    table = table_of(make_record("smat_d2", "k=2", 0, 50.0, controls=controls))
+    texts = table.text["k=2"]
+    assert texts["smat_d2", CONTROL, "expected ceiling"] == "49.3 ± 1.1"
+    assert texts["smat_d2", CONTROL, "guess"] == "5.0"
 
 
 def test_one_run_can_fill_several_cells():
-    by_cell = {"k=1": 90.0, "k=2": 80.0}
-    table = table_of(make_record("softmax", "everything", 0, 57.0, by_cell=by_cell))
+    by_cell, key = {"k=1": 90.0, "k=2": 80.0}, key_of("paper", "softmax", "k=1", 0)
+    table = table_of(make_record("softmax", "everything", 0, 57.0, by_cell=by_cell, key=key))
     assert table.cells == CELLS
     assert means(table, OURS, "softmax") == {"k=1": 90.0, "k=2": 80.0}
 
 
 def test_runs_with_other_cells_stand_alone_and_the_papers_table_follows():
-    record = make_record("softmax", "all", 0, 57.0, "quick", by_cell={"k=0.5": 90.0, "k=1": 80.0})
+    by_cell, key = {"k=0.5": 90.0, "k=1": 80.0}, key_of("quick", "softmax", "k=1", 0)
+    record = make_record("softmax", "all", 0, 57.0, "quick", by_cell=by_cell, key=key)
     table = table_of(record, preset="quick")
     assert table.own_cells
     assert table.cells == {"k=0.5": "k = 0.5", "k=1": "k = 1"}

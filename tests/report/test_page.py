@@ -195,7 +195,7 @@ def test_records_of_changed_settings_are_pointed_out(tmp_path):
     content = content_of({"made-up": EXPERIMENT}, [record], PUBLISHED)
     save_report(tmp_path, content)
     for name in ("report.html", "report.md"):
-        assert "1 of the 1 runs were made with other settings" in (tmp_path / name).read_text()
+        assert "1 of 1 runs were made with other settings" in (tmp_path / name).read_text()
 
 
 @pytest.mark.parametrize("curve", [[], [[0, 1.0, None]], [[5, None, 50.0]]])

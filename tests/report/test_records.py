@@ -6,7 +6,14 @@ from typing import get_args
 import pytest
 
 from smat.experiments.store import VERSION
-from smat.report.records import Record, RecordWarning, facts_of, load_records, select, stale_note
+from smat.report.records import (
+    Record,
+    RecordWarning,
+    facts_of,
+    load_records,
+    select,
+    select_current,
+)
 from tests.report.experiments_case import EXPERIMENT, make_record, plain_record, write_record
 
 
@@ -91,9 +98,11 @@ def test_records_of_settings_that_have_changed_since_are_known():
         make_record("softmax", "k=1", 7, 50.0),
         make_record("smat_d2", "k=1", 8, 5.0, key=""),
     )
-    assert stale_note([fresh, old], EXPERIMENT, "paper").startswith("1 of the 2 runs were made")
-    assert stale_note([fresh], EXPERIMENT, "paper") == ""
-    assert stale_note([fresh, old], EXPERIMENT, "no longer a preset") == ""
+    kept, note = select_current([fresh, old], EXPERIMENT, "paper")
+    assert kept == [fresh]
+    assert note.startswith("1 of 2 runs were made with other settings")
+    assert select_current([fresh], EXPERIMENT, "paper") == ([fresh], "")
+    assert select_current([fresh, old], EXPERIMENT, "no longer a preset") == ([], "")
 
 
 def test_facts_tell_machines_times_commits_and_days():

@@ -107,7 +107,7 @@ def test_a_terminal_shows_the_same_numbers_as_markdown(tmp_path, monkeypatch):
 
 def test_a_terminal_says_that_settings_have_changed(tmp_path, monkeypatch):
     write_record(tmp_path, make_record("softmax", "k=1", 0, 50.0, key="of another time"))
-    assert "1 of the 1 runs were made with other settings" in printed(tmp_path, monkeypatch)
+    assert "1 of 1 runs were made with other settings" in printed(tmp_path, monkeypatch)
 
 
 def test_a_table_without_a_run_prints(tmp_path, monkeypatch):

@@ -57,6 +57,17 @@ def test_it_learns_and_returns_what_a_record_needs(tmp_path):
     assert result["minutes"] * 60 * result["steps_per_second"] == pytest.approx(300)
 
 
+def test_a_task_may_be_scored_on_several_splits(tmp_path, monkeypatch):
+    test = fit(tmp_path / "test")
+    monkeypatch.setattr(Parity, "scored_splits", ("validation", "test"))
+    both = fit(tmp_path / "both")
+    assert both["by_cell"]["test"] == test["accuracy"]
+    assert both["loss"] != test["loss"]  # of the first split; accuracies may agree by chance
+    assert both["accuracy"] == pytest.approx(
+        (both["by_cell"]["index=0"] + both["by_cell"]["index=1"]) / 2
+    )
+
+
 def test_the_curve_has_every_evaluation_and_the_mean_loss_between_points(tmp_path):
     net, told = model(), []
     result = fit(tmp_path, net=net, on_progress=told.append)

@@ -4,6 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import smat
+from smat.layers.log_linear import LevelWeights
+from smat.layers.routing.learned import HashProjection
 from smat.training import TrainingConfig
 from smat.training.recipe import make_optimizer, parameter_groups
 
@@ -51,6 +54,18 @@ def test_only_matrices_decay_and_no_parameter_of_the_dynamics():
             "head.bias",
         },
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layer", "kept"),
+    [
+        (HashProjection(4, num_heads=2, geometry=smat.Geometry(3, 5)), {"gain", "bias"}),
+        (LevelWeights(4, num_heads=2, num_levels=3), {"scale"}),
+    ],
+    ids=["hash", "levels"],
+)
+def test_what_a_layer_marks_does_not_decay_though_it_has_the_shape_of_a_matrix(layer, kept):
+    assert names_by_decay(layer, parameter_groups(layer, config()))[0.0] == kept
 
 
 def test_all_means_all_and_a_tied_weight_counts_once():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo
+from smat.layers.primitives import keep_from_decay_
 from smat.layers.routing.selectors import SELECTORS, point_mask
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import SMatMask
@@ -144,7 +145,8 @@ class HashProjection(nn.Module):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight)
-        nn.init.ones_(self.gain)  # with bias 0 it spreads a normal input over all bins
+        # With bias 0 it spreads a normal input over all bins; decayed to 0 it puts all into one.
+        keep_from_decay_(nn.init.ones_(self.gain))
         nn.init.zeros_(self.bias)
 
     def forward(self, write_input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
