@@ -118,6 +118,8 @@ class CallInfo:
         positions = self.positions()
         first = torch.arange(self.length, device=self.device) - positions
         if mask is not None:
+            if self.past is None and self.cu_seqlens is None:  # known without looking at tensors
+                return first + mask.boundaries(self.length, self.device)
             first = first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
         return first
 
@@ -134,6 +136,7 @@ def attend(
     call: CallInfo,
     feature_map: FeatureMap = "identity",
     normalize: bool = False,
+    decay_scope: str = "all",
     **per_token: Tensor | None,
 ) -> tuple[Tensor, SMatState | None]:
     """Attend from the tokens of a call (B, T, H, .): from the beginning, or after the last state.
@@ -143,7 +146,9 @@ def attend(
     state = call.before("state")
     if state is not None:
         return attend_after(state, q, k, v, call, **per_token)
-    given: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, **per_token}
+    given: dict[str, Any] = {
+        "feature_map": feature_map, "normalize": normalize, "decay_scope": decay_scope, **per_token,
+    }  # fmt: skip
     if call.queries is not None:
         some = smat_attention_at(q, k, v, mask, call.queries, cu_seqlens=call.cu_seqlens, **given)
         return some, None

@@ -170,7 +170,13 @@ class ContentRouting(Router):
         return self.learned.read_mask(mask)
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
-        """Route the tokens of a call; the state is that of the hash's convolution.
+        routing, _, state = self.route(x, mask, call)
+        return routing, state
+
+    def route(
+        self, x: Tensor, mask: SMatMask, call: CallInfo
+    ) -> tuple[Routing, Tensor, Tensor | None]:
+        """Route the tokens of a call, with bin positions and the state of the convolutions.
 
         Of new sequences only those queries select that see something distant, and only those
         tokens get an address that are distant for some query, or may be for a later one.
@@ -192,12 +198,12 @@ class ContentRouting(Router):
             self.balance_loss = balance_loss(bin_position, field_size, distant)
         state = None
         if call.use_cache:
-            state = self.learned.conv.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
+            state = self.learned.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
         if first:
             reads = (routing.query_type, routing.read_weight)
             query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
             routing = routing._replace(query_type=query_type, read_weight=read_weight)
-        return routing, state
+        return routing, bin_position, state
 
 
 def _queries(call: CallInfo) -> slice | Tensor:
