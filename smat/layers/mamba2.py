@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from smat.layers.call import CallInfo, MixerCache, attend
+from smat.layers.call import CallInfo, MixerCache, attend, with_neighbours
 from smat.layers.memory.memory import ProfileMemory
-from smat.layers.memory.neighbours import with_neighbours
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (

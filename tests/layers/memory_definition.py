@@ -3,8 +3,7 @@
 import torch
 
 from smat.layers import CallInfo, TransportedMemory
-from smat.layers.call import attend_after
-from smat.layers.memory.neighbours import with_neighbours
+from smat.layers.call import attend_after, with_neighbours
 from smat.layers.memory.transport import DeltaTokens, read_transported
 from smat.masks import SMatMask
 from smat.ops import smat_attention

@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.layers.call import CallInfo, attend_after
-from smat.layers.memory.neighbours import with_neighbours
+from smat.layers.call import CallInfo, attend_after, with_neighbours
 from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
 from smat.ops import SMatState, smat_attention
