@@ -151,8 +151,10 @@ def _layers(config: LayersConfig, device: torch.device) -> dict[str, Call]:
         Mamba2, hidden, state_dim=width, head_dim=width, expand=2, num_groups=config.num_groups
     )
     deltanet = partial(GatedDeltaNet, hidden, num_heads=heads, head_dim=width, expand_v=1.0)
-    profiles = ProfileMemory(hidden, heads, mask, num_reads=config.num_reads)
-    transported = TransportedMemory(hidden, heads, mask, num_reads=config.num_reads)
+    profiles = ProfileMemory(hidden, heads, mask, num_reads=config.num_reads, settings="paper")
+    transported = TransportedMemory(
+        hidden, heads, mask, num_reads=config.num_reads, settings="paper"
+    )
     layers: dict[str, Mamba2 | GatedDeltaNet] = {
         "Mamba-2 layer": mamba2(),
         "Mamba-2 + SMat layer": mamba2(memory=profiles),

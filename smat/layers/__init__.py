@@ -5,6 +5,7 @@ from smat.layers.gated_deltanet import DeltaNet, GatedDeltaNet
 from smat.layers.log_linear import LogLinearGatedDeltaNet, LogLinearMamba2
 from smat.layers.mamba2 import Mamba2
 from smat.layers.memory.memory import Memory, ProfileMemory, TransportedMemory, kept_mask
+from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
 from smat.layers.routing.learned import (
@@ -27,7 +28,8 @@ from smat.layers.softmax_attention import SoftmaxAttention
 __all__ = [
     "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
     "GatedDeltaNet", "HashedRouting", "LearnedRouting", "LogLinearGatedDeltaNet", "LogLinearMamba2",
-    "Mamba2", "Memory", "Mixer", "MixerCache", "MixtureOfMemories", "OwnCell", "OwnHyperplane",
-    "PositionalRouting", "ProfileMemory", "Router", "SMatAttention", "SoftmaxAttention", "TopTypes",
-    "TransportedMemory", "balance_loss", "balance_weight", "kept_mask", "sum_balance_losses",
+    "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache", "MixtureOfMemories", "OwnCell",
+    "OwnHyperplane", "PositionalRouting", "ProfileMemory", "Router", "SMatAttention",
+    "SoftmaxAttention", "TopTypes", "TransportedMemory", "balance_loss", "balance_weight",
+    "kept_mask", "sum_balance_losses",
 ]  # fmt: skip

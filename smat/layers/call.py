@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 from smat.masks import SMatMask
 from smat.ops import SMatState, smat_attention, smat_attention_at
 from smat.ops.feature_maps import FeatureMap
+from smat.ops.smat.routing import Routing
 
 State = TypeVar("State")
 
@@ -121,6 +122,8 @@ class CallInfo:
         positions = self.positions()
         first = torch.arange(self.length, device=self.device) - positions
         if mask is not None:
+            if self.past is None and self.cu_seqlens is None:  # known without looking at tensors
+                return first + mask.boundaries(self.length, self.device)
             first = first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
         return first
 
@@ -147,8 +150,9 @@ def attend(
     state = call.before("state")
     if state is not None:
         return attend_after(state, q, k, v, call, **per_token)
-    given: dict[str, Any] = {"feature_map": feature_map, "normalize": normalize, **per_token}
-    given["decay_scope"] = decay_scope  # that of a state is its own
+    given: dict[str, Any] = {
+        "feature_map": feature_map, "normalize": normalize, "decay_scope": decay_scope, **per_token,
+    }  # fmt: skip
     if call.queries is not None:
         some = smat_attention_at(q, k, v, mask, call.queries, cu_seqlens=call.cu_seqlens, **given)
         return some, None
@@ -165,6 +169,27 @@ def attend_after(
     if call.length == 1 and call.real is None:
         return take_step(partial(state.step, inplace=call.inplace), 0, q, k, v, **per_token)
     return state.extend(q, k, v, attention_mask=call.real, inplace=call.inplace, **per_token)
+
+
+def with_neighbours(
+    out: Tensor,
+    neighbours: Iterable[Routing],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    log_decay: Tensor | None = None,
+    **given: Any,
+) -> Tensor:
+    """Add to an output what is read of neighbouring bins: 0, with a gradient for the hash alone."""
+    log_decay = None if log_decay is None else log_decay.detach()
+    for each in neighbours:
+        read, _ = smat_attention(
+            q.detach(), k.detach(), v.detach(), mask, feature_map="identity", normalize=False,
+            branch="long_range", log_decay=log_decay, **each._asdict(), **given,
+        )  # fmt: skip
+        out = out + read
+    return out
 
 
 def take_step(

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from smat.layers.call import CallInfo, MixerCache, take_step
-from smat.layers.memory.memory import Memory
+from smat.layers.memory.memory import TransportedMemory
+from smat.layers.memory.settings import MemorySettings
 from smat.layers.memory.transport import DeltaTokens, boundary_of, read_transported
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
@@ -40,7 +42,11 @@ class GatedDeltaNet(Mixer):
     beta = sigmoid(W x)  and  a = exp(-A softplus(W x + dt_bias)).
 
     With a `memory` the state and the convolution are reset at the boundary of its mask, and what
-    it reads of the distant tokens is added before the norm.
+    it reads of the distant tokens is added before the norm. `with_memory` makes one that fits:
+
+    >>> layer = GatedDeltaNet.with_memory(32, vc_dim=3, horizon=64, num_heads=2, head_dim=8)
+    >>> layer.memory.mask.describe()
+    'SMatMask: T = 64, d = 3, q = 5, n = 32, c = 16, boundary = kept(32)'
 
     Conventions of flash-linear-attention: norm per head before the gate, no bias, A from U(0, 16);
     linear layers as torch draws them.
@@ -59,7 +65,7 @@ class GatedDeltaNet(Mixer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
         chunk_size: int = 64,
-        memory: Memory | None = None,
+        memory: TransportedMemory | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -81,9 +87,31 @@ class GatedDeltaNet(Mixer):
         self.norm = norm(value_dim, norm_eps, **made)
         self.g_proj = nn.Linear(hidden_size, inner, bias=False, **made) if output_gate else None
         self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False, **made)
+        if memory is not None:
+            memory.check_layer(hidden_size, num_heads)
         self.memory = memory
         self.extra_inputs = () if memory is None else ("mask",)
         self.reset_parameters()
+
+    @classmethod
+    def with_memory(
+        cls,
+        hidden_size: int,
+        *,
+        horizon: int,
+        vc_dim: int = 3,
+        num_reads: int = 4,
+        settings: MemorySettings | str = "default",
+        num_heads: int = 4,
+        **layer: Any,
+    ) -> Self:
+        """Make the layer with a memory of d = `vc_dim`, the first half of `horizon` distant."""
+        memory = TransportedMemory.for_horizon(
+            hidden_size, num_heads, vc_dim=vc_dim, horizon=horizon, num_reads=num_reads,
+            settings=settings,
+        )  # fmt: skip
+        memory.to(device=layer.get("device"), dtype=layer.get("dtype"))
+        return cls(hidden_size, num_heads=num_heads, memory=memory, **layer)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -100,8 +128,11 @@ class GatedDeltaNet(Mixer):
             y, state = self.recur(x, tokens, call)
         else:
             y, state = self.recur(x, reset_at(boundary_of(mask), tokens, call), call)
-            chosen, routing = self.memory(x, mask, call)
-            read, distant = read_transported(tokens, chosen, self.memory.read_mask(mask), call)
+            chosen, bin_position, routing = self.memory.route(x, mask, call)
+            read, distant = read_transported(
+                self.memory.tokens_of(tokens), chosen, self.memory.read_mask(mask), call,
+                self.memory.neighbours(chosen, bin_position, mask),
+            )  # fmt: skip
             y = y + read
         gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]
         out = self.o_proj(self.norm(y, *gate).flatten(-2))

@@ -94,8 +94,9 @@ class LogLinearMamba2(Mamba2):
             keep_from_decay_(self.A_log.copy_(rates.log()))
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, call: CallInfo
-    ) -> tuple[Tensor, dict[str, Any]]:
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, log_decay: Tensor,
+        call: CallInfo,
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
         q, k = (each.repeat_interleave(self.num_heads // self.num_groups, 2) for each in (q, k))
         given = {"level_weights": self.level_weights(x), "log_decay": call.close(log_decay)}
         if call.past is not None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Self
 
-from smat.layers.call import CallInfo, MixerCache, attend
-from smat.layers.memory.memory import Memory
+from smat.layers.call import CallInfo, MixerCache, attend, with_neighbours
+from smat.layers.memory.memory import ProfileMemory
+from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     GateThenNorm,
@@ -18,8 +20,7 @@ from smat.layers.primitives import (
     step_and_log_decay,
 )
 from smat.layers.short_convolution import ShortConvolution
-from smat.masks import SMatMask, none
-from smat.ops.smat.routing import POSITIONAL
+from smat.masks import BoundarySchedule, SMatMask, none
 
 
 class Mamba2(Mixer):
@@ -38,6 +39,13 @@ class Mamba2(Mixer):
     This is linear attention with q = C, k = B, v = step x and no normaliser: one algorithm serves
     both. With a `memory` the recurrence is the causal branch of its mask, reset at the boundary
     (the convolution too), and the memory the long-range branch: one SMat-Attention, one state.
+    `with_memory` derives heads, mask and boundary; `settings` are `MemorySettings`, or "paper":
+
+    >>> layer = Mamba2.with_memory(32, vc_dim=3, horizon=64, head_dim=16, state_dim=8)
+    >>> layer.memory.mask.describe()
+    'SMatMask: T = 64, d = 3, q = 5, n = 32, c = 16, boundary = kept(32)'
+    >>> layer(torch.randn(2, 50, 32))[0].shape
+    torch.Size([2, 50, 32])
 
     Conventions of mamba_ssm: no scale, gate before norm, one norm a group, bias in the convolution
     only, A from U(1, 16), steps from [0.001, 0.1], D = 1; linear layers as torch draws them.
@@ -57,7 +65,7 @@ class Mamba2(Mixer):
         conv_bias: bool = True,
         bias: bool = False,
         norm_eps: float = 1e-5,
-        memory: Memory | None = None,
+        memory: ProfileMemory | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -79,10 +87,37 @@ class Mamba2(Mixer):
         self.D = nn.Parameter(torch.empty(num_heads, **made))
         self.norm = GateThenNorm(inner, norm_eps, num_groups, **made)
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
+        if memory is not None:
+            memory.check_layer(hidden_size, num_heads)
         self.memory = memory
         self.extra_inputs = () if memory is None else ("mask",)
         self.plain_mask = SMatMask(1, vc_dim=1, boundary=none())
         self.reset_parameters()
+
+    @classmethod
+    def with_memory(
+        cls,
+        hidden_size: int,
+        *,
+        horizon: int,
+        vc_dim: int = 3,
+        boundary: BoundarySchedule | None = None,
+        num_reads: int = 4,
+        settings: MemorySettings | str = "default",
+        head_dim: int = 64,
+        expand: int = 2,
+        **layer: Any,
+    ) -> Self:
+        """Make the layer with a memory of d = `vc_dim`, the first half of `horizon` distant.
+
+        `boundary` puts the boundary elsewhere, or lets it move: a schedule without horizon.
+        """
+        memory = ProfileMemory.for_horizon(
+            hidden_size, expand * hidden_size // head_dim, vc_dim=vc_dim, horizon=horizon,
+            boundary=boundary, num_reads=num_reads, settings=settings,
+        )  # fmt: skip
+        memory.to(device=layer.get("device"), dtype=layer.get("dtype"))
+        return cls(hidden_size, head_dim=head_dim, expand=expand, memory=memory, **layer)
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -95,9 +130,7 @@ class Mamba2(Mixer):
         mask = None
         if self.memory is not None:
             mask = self.memory.mask_of(call)
-            if not mask.boundary.horizon_free:
-                fitting = f"a boundary without horizon, such as kept({mask.num_distant})"
-                raise ValueError(f"a memory needs {fitting}, got {mask.describe()}")
+            self.memory.check_mask(mask)
         shared = self.num_groups * self.state_dim
         convolved, conv = self.conv.run(inputs, call, mask=mask)
         skip, k, q = convolved.split([self.inner_size, shared, shared], -1)
@@ -105,19 +138,27 @@ class Mamba2(Mixer):
         skip = skip.unflatten(-1, (self.num_heads, self.head_dim))
         step, log_decay = step_and_log_decay(raw_step, self.dt_bias, self.A_log)
         v = (skip * step.unsqueeze(-1)).to(skip.dtype)
-        y, states = self.recur(x, q, k, v, log_decay, call)
+        y, states = self.recur(x, q, k, v, step, log_decay, call)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * skip
         out = self.out_proj(self.norm(y.flatten(-2), gate))
         return out, call.cache(conv=conv, mask=mask, **states)
 
     def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, call: CallInfo
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """Run q, k (B, T, groups, N), v (B, T, H, P) and log_decay (B, T, H): y and states."""
-        routing, routing_state, read_mask = POSITIONAL, None, self.plain_mask
-        if self.memory is not None:
-            mask = self.memory.mask_of(call)
-            routing, routing_state = self.memory(x, mask, call)
-            read_mask = self.memory.read_mask(mask)
-        y, state = attend(q, k, v, read_mask, call, log_decay=log_decay, **routing._asdict())
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, log_decay: Tensor,
+        call: CallInfo,
+    ) -> tuple[Tensor, dict[str, Any]]:  # fmt: skip
+        """Run q, k (B, T, groups, N), v (B, T, H, P), step and log_decay (B, T, H): y, states."""
+        memory = self.memory
+        if memory is None:
+            y, state = attend(q, k, v, self.plain_mask, call, log_decay=log_decay)
+            return y, {"state": state, "routing": None}
+        mask = memory.mask_of(call)
+        routing, bin_position, routing_state = memory.route(x, mask, call)
+        routing, read_mask = memory.weigh_values(routing, step), memory.read_mask(mask)
+        given: dict[str, Any] = {"decay_scope": memory.decay_scope, "log_decay": log_decay}
+        y, state = attend(q, k, v, read_mask, call, **given, **routing._asdict())
+        if call.past is None:
+            given |= {"attention_mask": call.real, "cu_seqlens": call.cu_seqlens}
+            neighbours = memory.neighbours(routing, bin_position, mask)
+            y = with_neighbours(y, neighbours, q, k, v, read_mask, **given)
         return y, {"state": state, "routing": routing_state}

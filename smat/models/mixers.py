@@ -10,6 +10,7 @@ Options are those that a function names, and the arguments of its layer; others 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -119,22 +120,38 @@ def _mamba2_memory(
     vc_dim: int,
     head_dim: int = 64,
     expand: int = 2,
+    settings: str = "paper",
+    selector_conv: int = 0,
     **layer: Any,
 ) -> layers.Mixer:
     """Add a memory with learned routing, and a geometry for each length."""
     memory = layers.ProfileMemory.for_lengths(
-        width, expand * width // head_dim, vc_dim=vc_dim, lengths=task.lengths
-    )
+        width, expand * width // head_dim, vc_dim=vc_dim, lengths=task.lengths,
+        settings=_settings(settings, selector_conv),
+    )  # fmt: skip
     return layers.Mamba2(width, head_dim=head_dim, expand=expand, memory=memory, **layer)
 
 
 def _gated_deltanet_memory(
-    width: int, task: SequenceTask, *, vc_dim: int, num_heads: int = 4, **layer: Any
+    width: int,
+    task: SequenceTask,
+    *,
+    vc_dim: int,
+    num_heads: int = 4,
+    settings: str = "paper",
+    selector_conv: int = 0,
+    **layer: Any,
 ) -> layers.Mixer:
     memory = layers.TransportedMemory.for_lengths(
-        width, num_heads, vc_dim=vc_dim, lengths=task.lengths
-    )
+        width, num_heads, vc_dim=vc_dim, lengths=task.lengths,
+        settings=_settings(settings, selector_conv),
+    )  # fmt: skip
     return layers.GatedDeltaNet(width, num_heads=num_heads, memory=memory, **layer)
+
+
+def _settings(name: str, selector_conv: int) -> layers.MemorySettings:
+    """Return the settings of a memory: "paper" is the arm of every record without a name."""
+    return replace(layers.MemorySettings.named(name), selector_conv=selector_conv)
 
 
 def _mixture(

@@ -3,7 +3,7 @@
 import torch
 
 from smat.layers import CallInfo, TransportedMemory
-from smat.layers.call import attend_after
+from smat.layers.call import attend_after, with_neighbours
 from smat.layers.memory.transport import DeltaTokens, read_transported
 from smat.masks import SMatMask
 from smat.ops import smat_attention
@@ -42,22 +42,27 @@ def call(memory, tokens, info=None, branch="long_range"):
     """
     info = CallInfo(*tokens["k"].shape[:2], CPU) if info is None else info
     mask = memory.mask_of(info)
-    chosen, routing = memory(tokens["hidden"], mask, info)
+    chosen, bin_position, routing = memory.route(tokens["hidden"], mask, info)
+    neighbours = memory.neighbours(chosen, bin_position, mask)
     q, k, v, beta, log_decay = (tokens.get(x) for x in ("q", "k", "v", "beta", "log_decay"))
     read_mask = memory.read_mask(mask)
     if isinstance(memory, TransportedMemory):
-        given = DeltaTokens(q, k, v, beta, log_decay)
-        out, state = read_transported(given, chosen, read_mask, info)
+        given = memory.tokens_of(DeltaTokens(q, k, v, beta, log_decay))
+        out, state = read_transported(given, chosen, read_mask, info, neighbours)
         return out, info.cache(memory=state, routing=routing, mask=mask)
     per_token = {"log_decay": log_decay, **chosen._asdict()}
     if info.past is not None:
         out, state = attend_after(info.past["state"], q, k, v, info, **per_token)
     else:
+        where = {
+            "attention_mask": info.real, "cu_seqlens": info.cu_seqlens,
+            "decay_scope": memory.decay_scope,
+        }  # fmt: skip
         out, state = smat_attention(
             q, k, v, read_mask, feature_map="identity", normalize=False, branch=branch,
-            attention_mask=info.real, cu_seqlens=info.cu_seqlens,
-            output_final_state=info.use_cache, **per_token,
+            output_final_state=info.use_cache, **where, **per_token,
         )  # fmt: skip
+        out = with_neighbours(out, neighbours, q, k, v, read_mask, log_decay, **where)
     return out, info.cache(state=state, routing=routing, mask=mask)
 
 
@@ -134,14 +139,37 @@ def read(table, incidence, query, reads, t):
 
 def define(memory, tokens, mask):
     """Compute what a memory should give from its own routing decisions."""
-    reads, _ = memory.learned(tokens["hidden"], mask.geometry)
+    reads, position = memory.learned(tokens["hidden"], mask.geometry)
     gate = memory.read_gate(tokens["hidden"]).unsqueeze(-1)
     reads = reads._replace(read_weight=reads.read_weight * gate)
-    weight, mask = reads.write_weight, memory.read_mask(mask)
-    if isinstance(memory, TransportedMemory):
-        return transported_reads(tokens, weight, reads.profile, reads, mask)
-    weight = weight * memory.write_gate(tokens["hidden"])
-    return additive_reads(tokens, weight, reads.profile, reads, mask)
+    if memory.settings.memory_decay == "none" and tokens.get("log_decay") is not None:
+        tokens = tokens | {"log_decay": torch.zeros_like(tokens["log_decay"])}
+    writes = [(reads.write_weight, reads.profile)]
+    if memory.settings.straight_through == "neighbour":
+        writes += neighbour_writes(position, mask.geometry)
+    mask, total = memory.read_mask(mask), 0
+    for weight, profile in writes:
+        if isinstance(memory, TransportedMemory):
+            total = total + transported_reads(tokens, weight, profile, reads, mask)
+        else:
+            weight = weight * memory.write_gate(tokens["hidden"])
+            total = total + additive_reads(tokens, weight, profile, reads, mask)
+    return total
+
+
+def neighbour_writes(position, geometry):
+    """Return what interpolation writes to the next bin of each coordinate, its weight rounded to 0.
+
+    A profile is the number whose digits in base q are the bins, the first coordinate in front.
+    """
+    q, dim, writes = geometry.field_size, geometry.ambient_dim, []
+    for axis in range(dim):
+        profile = 0
+        for k in range(dim):
+            own = position[..., k].detach().floor().long()
+            profile = profile * q + torch.where(own + (k == axis) > q - 1, q - 1, own + (k == axis))
+        writes.append((position[..., axis] - position[..., axis].detach(), profile))
+    return writes
 
 
 def differentiate(out, memory, tokens):

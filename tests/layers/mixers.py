@@ -15,6 +15,7 @@ from smat.layers import (
     LogLinearGatedDeltaNet,
     LogLinearMamba2,
     Mamba2,
+    MemorySettings,
     MixtureOfMemories,
     ProfileMemory,
     SMatAttention,
@@ -24,22 +25,29 @@ from smat.layers import (
 
 HIDDEN, VOCAB, HORIZON = 12, 7, 22
 WINDOW = smat.schedules.window(step=4)
+CONVOLVED = MemorySettings(selector_conv=6)  # wider than the hash's
 
 
 class PlainWrites(ProfileMemory):
     """A memory without the straight-through weight: its gradient is the derivative."""
 
-    def forward(self, x, mask, call):
-        chosen, state = super().forward(x, mask, call)
-        return chosen._replace(write_weight=self.write_gate(x)), state
+    def route(self, x, mask, call):
+        chosen, *rest = super().route(x, mask, call)
+        return chosen._replace(write_weight=self.write_gate(x)), *rest
+
+    def neighbours(self, *given):
+        return ()
 
 
 class PlainTransportedWrites(TransportedMemory):
     """The same for the delta rule."""
 
-    def forward(self, x, mask, call):
-        chosen, state = super().forward(x, mask, call)
-        return chosen._replace(write_weight=None), state
+    def route(self, x, mask, call):
+        chosen, *rest = super().route(x, mask, call)
+        return chosen._replace(write_weight=None), *rest
+
+    def neighbours(self, *given):
+        return ()
 
 
 def smat_layer(**options):
@@ -56,9 +64,9 @@ def content(selector):
     return ContentRouting(LearnedRouting(HIDDEN, 2, geometry, selector=selector, num_reads=2))
 
 
-def distant(kind, num_heads, boundary):
+def distant(kind, num_heads, boundary, settings="default"):
     mask = smat.SMatMask(HORIZON, 3, 4, field_size=3, boundary=boundary)
-    return kind(HIDDEN, num_heads, mask, num_reads=2)
+    return kind(HIDDEN, num_heads, mask, num_reads=2, settings=settings)
 
 
 MAMBA = {"state_dim": 3, "head_dim": 6, "num_groups": 2}
@@ -84,6 +92,15 @@ LAYERS = {
     "deltanet": lambda: DeltaNet(HIDDEN, **DELTA, allow_neg_eigval=True),
     "routed mamba2": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.schedules.kept(8))
+    ),
+    "routed mamba2 paper": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.schedules.kept(8), "paper")
+    ),
+    "routed mamba2 convolved": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.schedules.kept(8), CONVOLVED)
+    ),
+    "routed deltanet paper": lambda: GatedDeltaNet(
+        HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.schedules.kept(8), "paper")
     ),
     "routed mamba2 window": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW)

@@ -12,7 +12,19 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.mark.parametrize(
     "name",
-    ["smat", "smat gated", "smat window", "smat content", "mamba2", "gated deltanet", "softmax"],
+    [
+        "smat",
+        "smat gated",
+        "smat window",
+        "smat content",
+        "mamba2",
+        "gated deltanet",
+        "softmax",
+        "routed mamba2",
+        "routed mamba2 convolved",
+        "routed mamba2 paper",
+        "routed deltanet",
+    ],
 )
 def test_one_graph_without_breaks(name):
     torch.compiler.reset()

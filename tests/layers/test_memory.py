@@ -6,7 +6,13 @@ import itertools
 import pytest
 import torch
 
-from smat.layers import CallInfo, ProfileMemory, TransportedMemory, sum_balance_losses
+from smat.layers import (
+    CallInfo,
+    MemorySettings,
+    ProfileMemory,
+    TransportedMemory,
+    sum_balance_losses,
+)
 from smat.layers.mixer import reset_children
 from smat.layers.routing.selectors import SELECTORS
 from smat.masks import SMatMask, doubling, kept, none, rebuilt, window
@@ -35,14 +41,21 @@ MASKS = {
 }
 
 
+SETTINGS = {
+    "default": MemorySettings(), "paper": MemorySettings.paper(),
+    "convolved": MemorySettings(selector_conv=6),
+}  # fmt: skip
+
+
 def moving(boundary):
     return SMatMask(24, 3, chunk_size=4, field_size=3, boundary=boundary)
 
 
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_a_memory_is_its_definition(kind, mask):
-    grads = assert_equals_definition(make(kind, mask), tokens_for(kind), mask)
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_memory_is_its_definition(kind, mask, settings):
+    grads = assert_equals_definition(make(kind, mask, settings=settings), tokens_for(kind), mask)
     learned = [name for name in grads if "projections" in name and mask.vc_dim > 1]
     assert all(grads[name].abs().max() > 0 for name in learned)
 
@@ -88,7 +101,7 @@ def test_a_memory_passes_gradcheck(kind):
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])
 def test_one_point_and_open_gates_carry_the_backbone_over_the_boundary(kind):
     mask = MASKS["one point"]
-    memory, tokens = make(kind, mask, num_reads=1), tokens_for(kind)
+    memory, tokens = make(kind, mask, num_reads=1, settings="paper"), tokens_for(kind)
     for gate in (memory.read_gate, memory.write_gate or memory.read_gate):
         torch.nn.init.zeros_(gate.linear.weight)
         torch.nn.init.constant_(gate.linear.bias, 1e4)
@@ -119,11 +132,12 @@ def test_a_shut_gate_reads_nothing(kind):
     assert torch.equal(out, torch.zeros_like(out))
 
 
-def test_gates_begin_at_a_tenth():
-    memory = ProfileMemory(64, HEADS, MASKS["plane"])
+@pytest.mark.parametrize(("settings", "start"), [("default", 0.5), ("paper", 0.1)])
+def test_gates_begin_where_the_settings_say(settings, start):
+    memory = ProfileMemory(64, HEADS, MASKS["plane"], settings=settings)
     hidden = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
     for gate in (memory.read_gate, memory.write_gate):
-        assert gate(hidden).median().item() == pytest.approx(0.1, abs=0.02)
+        assert gate(hidden).median().item() == pytest.approx(start, abs=0.03)
 
 
 @pytest.mark.parametrize("kind", [ProfileMemory, TransportedMemory])

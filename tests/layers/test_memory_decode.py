@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from smat.layers import CallInfo, ProfileMemory, TransportedMemory
+from smat.layers import CallInfo, MemorySettings, ProfileMemory, TransportedMemory
 from smat.layers.routing.selectors import SELECTORS
 from smat.masks import SMatMask, kept, window
 from tests.layers.memory_definition import CPU, call, make, quietly
@@ -60,8 +60,11 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize(("kind", "mask"), CASES)
-def test_prefill_then_steps_give_the_whole_at_every_split(kind, mask):
-    memory, tokens = make(kind, mask), tokens_for(kind)
+@pytest.mark.parametrize(
+    "settings", [MemorySettings(selector_conv=6), "paper"], ids=["own", "paper"]
+)
+def test_prefill_then_steps_give_the_whole_at_every_split(kind, mask, settings):
+    memory, tokens = make(kind, mask, settings=settings), tokens_for(kind)
     whole = read_all(memory, tokens)
     for split in range(LENGTH):
         inplace = split % 2 == 0

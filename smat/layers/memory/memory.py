@@ -22,34 +22,39 @@ from torch import Tensor, nn
 from typing_extensions import Self
 
 from smat.layers.call import CallInfo
+from smat.layers.memory.settings import MemorySettings
+from smat.layers.memory.transport import DeltaTokens, boundary_of
 from smat.layers.primitives import describe_mask
 from smat.layers.routing.learned import LearnedRouting
-from smat.layers.routing.routers import ContentRouting
-from smat.masks import SMatMask, kept
+from smat.layers.routing.routers import ContentRouting, neighbour_routings
+from smat.masks import BoundarySchedule, SMatMask, kept
 from smat.ops.smat.routing import Routing
 
-GATE_LOGIT = -2.197  # gates begin at about 0.1
+MIN_STEP = 1e-6  # a smaller step writes less than its input
 
 
 class SigmoidGate(nn.Module):
-    """A gate in (0, 1) for every token and head, about 0.1 before training.
+    """A gate in (0, 1) for every token and head, that begins about the sigmoid of a logit.
 
-    >>> gate = SigmoidGate(hidden_size=64, num_heads=2, head_logit=True)
+    >>> gate = SigmoidGate(hidden_size=64, num_heads=2, logit=0.0, head_logit=True)
     >>> gate(torch.zeros(1, 64))
-    tensor([[0.1000, 0.1000]], grad_fn=<SigmoidBackward0>)
+    tensor([[0.5000, 0.5000]], grad_fn=<SigmoidBackward0>)
 
     sigmoid(W h + b), plus a logit for every head: the read gate has one beside its bias.
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, head_logit: bool = False) -> None:
+    def __init__(
+        self, hidden_size: int, num_heads: int, logit: float, head_logit: bool = False
+    ) -> None:
         super().__init__()
+        self.logit = logit
         self.linear = nn.Linear(hidden_size, num_heads)
         self.head_logit = nn.Parameter(torch.empty(num_heads)) if head_logit else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         self.linear.reset_parameters()
-        nn.init.constant_(self.linear.bias, GATE_LOGIT)
+        nn.init.constant_(self.linear.bias, self.logit)
         if self.head_logit is not None:
             nn.init.zeros_(self.head_logit)
 
@@ -71,8 +76,9 @@ class Memory(ContentRouting):
     One mask fixes the geometry for all lengths; `other_masks` add those of other lengths, each
     field size with a hash and a scorer of its own. A call picks one of them by ``mask=`` among the
     arguments of its layer; a memory that was made `for_lengths` picks by the length of the call.
-    `learned` are the options of `LearnedRouting`. `ProfileMemory` is for Mamba-2,
-    `TransportedMemory` for Gated DeltaNet.
+    `settings` say how it is written and where it starts, `MemorySettings` or "paper"; `learned` are
+    the options of `LearnedRouting`. `ProfileMemory` is for Mamba-2, `TransportedMemory` for Gated
+    DeltaNet.
     """
 
     has_write_gate = False
@@ -84,14 +90,20 @@ class Memory(ContentRouting):
         mask: SMatMask,
         *,
         other_masks: Sequence[SMatMask] = (),
+        settings: MemorySettings | str = "default",
         **learned: Any,
     ) -> None:
+        chosen = MemorySettings.named(settings)
         geometries = [each.geometry for each in (mask, *other_masks)]
+        learned["router_init"] = chosen.router_init
+        learned["selector_conv"] = chosen.selector_conv
         super().__init__(LearnedRouting(hidden_size, num_heads, geometries, **learned))
-        self.mask = mask
+        self.hidden_size, self.num_heads, self.settings = hidden_size, num_heads, chosen
+        self.mask, self.masks = mask, (mask, *other_masks)
         self.mask_by_length: dict[int, SMatMask] = {}
-        self.read_gate = SigmoidGate(hidden_size, num_heads, head_logit=True)
-        self.write_gate = SigmoidGate(hidden_size, num_heads) if self.has_write_gate else None
+        sizes = (hidden_size, num_heads, chosen.gate_logit)
+        self.read_gate = SigmoidGate(*sizes, head_logit=True)
+        self.write_gate = SigmoidGate(*sizes) if self.has_write_gate else None
 
     @classmethod
     def for_lengths(
@@ -121,8 +133,42 @@ class Memory(ContentRouting):
         memory.mask_by_length = masks
         return memory
 
+    @classmethod
+    def for_horizon(
+        cls,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        vc_dim: int,
+        horizon: int,
+        boundary: BoundarySchedule | None = None,
+        chunk_size: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """Make a memory with the geometry of a horizon, half of which is distant unless told.
+
+        >>> Memory.for_horizon(8, 2, vc_dim=3, horizon=1024).mask.describe()
+        'SMatMask: T = 1024, d = 3, q = 11, n = 512, c = 256, boundary = kept(512)'
+        """
+        mask = kept_mask(horizon, vc_dim, chunk_size)
+        if boundary is not None:
+            field_size = mask.geometry.field_size
+            mask = SMatMask(horizon, vc_dim, mask.chunk_size, field_size, boundary)
+        return cls(hidden_size, num_heads, mask, **options)
+
     def extra_repr(self) -> str:
-        return describe_mask(self.mask, self.mask.seq_len)
+        return f"{describe_mask(self.mask, self.mask.seq_len)}, {self.settings}"
+
+    def check_layer(self, hidden_size: int, num_heads: int) -> None:
+        """Refuse a layer of other sizes, and masks that its recurrence cannot follow."""
+        if (hidden_size, num_heads) != (self.hidden_size, self.num_heads):
+            own = f"a memory of width {self.hidden_size} with {self.num_heads} heads"
+            raise ValueError(f"{own} does not fit a layer of {hidden_size} with {num_heads} heads")
+        for mask in self.masks:
+            self.check_mask(mask)
+
+    def check_mask(self, mask: SMatMask) -> None:
+        """Refuse a mask that the recurrence beside this memory cannot follow."""
 
     def mask_of(self, call: CallInfo) -> SMatMask:
         """Return the mask of a call: the cache's, or the one that it names or its length picks."""
@@ -137,14 +183,24 @@ class Memory(ContentRouting):
         masks = self.mask_by_length
         return masks[min((each for each in masks if each >= call.length), default=max(masks))]
 
-    def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
-        """Route the tokens of a call, with weights times gates, and return the hash's state."""
-        routing, state = super().forward(x, mask, call)
+    def route(
+        self, x: Tensor, mask: SMatMask, call: CallInfo
+    ) -> tuple[Routing, Tensor, Tensor | None]:
+        """Route the tokens of a call, with weights times gates: see `ContentRouting.route`."""
+        routing, bin_position, state = super().route(x, mask, call)
         assert routing.read_weight is not None
         weights = {"read_weight": routing.read_weight * self.read_gate(x).unsqueeze(-1)}
         if self.write_gate is not None:
             weights["write_weight"] = routing.write_weight * self.write_gate(x)
-        return routing._replace(**weights), state
+        return routing._replace(**weights), bin_position, state
+
+    def neighbours(
+        self, routing: Routing, bin_position: Tensor, mask: SMatMask
+    ) -> tuple[Routing, ...]:
+        """Return who would write to neighbouring bins, where a gradient is to pass through them."""
+        if self.settings.straight_through != "neighbour" or not bin_position.requires_grad:
+            return ()
+        return neighbour_routings(routing, bin_position, mask.geometry)
 
 
 class ProfileMemory(Memory):
@@ -152,9 +208,34 @@ class ProfileMemory(Memory):
 
     has_write_gate = True
 
+    def check_mask(self, mask: SMatMask) -> None:
+        if not mask.boundary.horizon_free:
+            fitting = f"a boundary without horizon, such as kept({mask.num_distant})"
+            raise ValueError(f"a memory needs {fitting}, got {mask.describe()}")
+
+    @property
+    def decay_scope(self) -> str:
+        """What decays of the attention that the backbone and this memory make together."""
+        return "all" if self.settings.memory_decay == "backbone" else "recurrent"
+
+    def weigh_values(self, routing: Routing, step: Tensor) -> Routing:
+        """Let values step x be written as x, if the settings say so, by weights over the step."""
+        if self.settings.memory_value == "step":
+            return routing
+        assert routing.write_weight is not None
+        return routing._replace(write_weight=routing.write_weight / step.clamp(min=MIN_STEP))
+
 
 class TransportedMemory(Memory):
     """The memory of a delta-rule backbone, Gated DeltaNet, whose beta weighs what is written."""
+
+    def check_mask(self, mask: SMatMask) -> None:
+        boundary_of(mask)
+
+    def tokens_of(self, tokens: DeltaTokens) -> DeltaTokens:
+        """Take from a backbone's tokens the decay that this memory does without."""
+        kept = self.settings.memory_decay == "backbone"
+        return tokens if kept else tokens._replace(log_decay=None)
 
 
 def kept_mask(length: int, vc_dim: int, chunk_size: int | None = None) -> SMatMask:

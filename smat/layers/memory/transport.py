@@ -11,13 +11,14 @@ it is SMat-Attention between carried queries and carried keys, to which recent t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.layers.call import CallInfo, attend_after
+from smat.layers.call import CallInfo, attend_after, with_neighbours
 from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
 from smat.ops import SMatState, smat_attention
@@ -67,13 +68,17 @@ def boundary_of(mask: SMatMask) -> int:
 
 
 def read_transported(
-    tokens: DeltaTokens, routing: Routing, mask: SMatMask, call: CallInfo
+    tokens: DeltaTokens,
+    routing: Routing,
+    mask: SMatMask,
+    call: CallInfo,
+    neighbours: Iterable[Routing] = (),
 ) -> tuple[Tensor, TransportState | None]:
     """Return what the tokens of a call read of the distant ones, (B, T, H, V), and the state.
 
     z_t = lambda_t q-bar_t' sum_h R_th U_h with U = C F at the boundary, F_x the sum of k-bar_j v_j'
     over the tokens of profile x; q-bar has the scale K^-1/2. ``call.before("memory")`` is the state
-    before them, after which there is no gradient.
+    before them, after which there is no gradient. The hash learns from `neighbours` too.
 
     Paper: k-bar, q-bar = what `transport_keys` and `transport_queries` return, a = exp `log_decay`.
     """
@@ -91,12 +96,13 @@ def read_transported(
         queries, transition = transport_queries(q, k, beta, log_decay, output_final_transition=True)
         _, k, _, beta, log_decay = tokens.cut(slice(num_distant))
         keys = transport_keys(k, beta, log_decay)
+        queries = F.pad(queries, (0, 0, 0, 0, num_distant, 0))
+        keys = F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant))
         read, tables = smat_attention(
-            F.pad(queries, (0, 0, 0, 0, num_distant, 0)),
-            F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant)), tokens.v, mask,
-            feature_map="identity", normalize=False, branch="long_range",
-            output_final_state=call.use_cache, **routing._asdict(),
+            queries, keys, tokens.v, mask, feature_map="identity", normalize=False,
+            branch="long_range", output_final_state=call.use_cache, **routing._asdict(),
         )  # fmt: skip
+        read = with_neighbours(read, neighbours, queries, keys, tokens.v, mask)
         out = call.close(read)
     if not call.use_cache:
         return out, None

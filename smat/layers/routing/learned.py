@@ -22,11 +22,15 @@ from torch import Tensor, nn
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo
+from smat.layers.mixer import reset_children
 from smat.layers.primitives import keep_from_decay_
-from smat.layers.routing.selectors import SELECTORS, point_mask
-from smat.layers.short_convolution import ShortConvolution
+from smat.layers.routing.selectors import SELECTORS, TopTypes, point_mask
+from smat.layers.routing.starts import align_scorer_, start_taps_
+from smat.layers.short_convolution import ShortConvolution, last_inputs
 from smat.masks import SMatMask
 from smat.ops.smat.routing import Routing
+
+AVERAGE_SCALE = 4.0  # of the scorer where the hash averages four tokens, each a fourth of z
 
 
 class LearnedRouting(nn.Module):
@@ -37,7 +41,7 @@ class LearnedRouting(nn.Module):
     >>> routing, bin_position = learned(hidden)
     >>> routing.profile.shape, routing.query_type.shape
     (torch.Size([4, 64, 2]), torch.Size([4, 64, 2, 4]))
-    >>> state = learned.conv.next_state(hidden[:, :63])  # decoding carries the last inputs alone
+    >>> state = learned.next_state(hidden[:, :63])  # decoding carries the last inputs alone
     >>> torch.equal(learned(hidden[:, 63:], state=state)[0].profile, routing.profile[:, 63:])
     True
 
@@ -48,6 +52,7 @@ class LearnedRouting(nn.Module):
 
     An address depends on its own token and the three before it, and is never revised. The
     convolution passes over the boundary of the local branch: a key may be written before its value.
+    `router_init` and `selector_conv` are those of `MemorySettings`.
     """
 
     def __init__(
@@ -59,6 +64,8 @@ class LearnedRouting(nn.Module):
         selector: str = "top_types",
         num_reads: int = 4,
         conv_width: int = 4,
+        router_init: str = "random",
+        selector_conv: int = 0,
     ) -> None:
         super().__init__()
         if selector not in SELECTORS:
@@ -75,6 +82,29 @@ class LearnedRouting(nn.Module):
         self.selectors = nn.ModuleDict(
             {key: self.kind(*sizes, each, num_reads) for key, each in keyed}
         )
+        self.router_init, self.num_kept = router_init, max(conv_width, selector_conv) - 1
+        self.selector_conv = None
+        if selector_conv:
+            self.selector_conv = ShortConvolution(hidden_size, selector_conv, activation=False)
+        self._start()
+
+    def reset_parameters(self) -> None:
+        reset_children(self)
+        self._start()
+
+    def _start(self) -> None:
+        """Let write and read addresses agree, unless the draw is to stay; see `MemorySettings`."""
+        if self.router_init == "random" or self.kind.needs_own_profile:
+            return
+        start_taps_(self.conv.weight, self.router_init)
+        if self.selector_conv is not None:
+            nn.init.zeros_(self.selector_conv.weight)
+            nn.init.ones_(self.selector_conv.weight[:, -1])
+        scale = AVERAGE_SCALE if self.router_init == "average" else 1.0
+        for key, selector in self.selectors.items():
+            hashed = self.projections[key]
+            if isinstance(selector, TopTypes) and isinstance(hashed, HashProjection):
+                align_scorer_(selector.scorer, hashed.weight, hashed.gain, hashed.geometry, scale)
 
     def forward(
         self,
@@ -88,22 +118,34 @@ class LearnedRouting(nn.Module):
         """Route (B, T, hidden_size); reads are selected at the positions of `queries`.
 
         With the routing come the bin positions (B, T, H, D), for the balance loss. The geometry may
-        stay out if there is only one. `state` (B, 3, hidden_size) holds the inputs before these,
-        and `first_visible` (1, T) keeps packed sequences apart. Only the first `num_writers` tokens
+        stay out if there is only one. `state` holds the inputs before these (`next_state`), and
+        `first_visible` (1, T) keeps packed sequences apart. Only the first `num_writers` tokens
         get an address, unless the selector wants their own points; the others write nothing.
         """
         length = hidden.shape[1]
         if num_writers is None or self.kind.needs_own_profile:
             num_writers = length
         key = self._key(geometry)
-        write_input = self.conv(hidden[:, :num_writers], state, first_visible)
+        write_input = _after(self.conv, hidden[:, :num_writers], state, first_visible)
         address = self.projections[key](write_input)
         if num_writers < length:
             behind = [0, length - num_writers]
             address = [F.pad(x, [0, 0] * (x.ndim - 2) + behind) for x in address]
         profile, ste_weight, bin_position = address
+        if self.selector_conv is not None:
+            hidden = _after(self.selector_conv, hidden, state, first_visible)
         reads = self.selectors[key](hidden[:, queries], profile[:, queries])
         return reads._replace(profile=profile, write_weight=ste_weight), bin_position
+
+    def next_state(
+        self,
+        x: Tensor,
+        state: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Keep the last inputs that a convolution looks back to, of every row or sequence."""
+        return last_inputs(x, self.num_kept, state, lengths, cu_seqlens)
 
     def _key(self, geometry: Geometry | None) -> str:
         if geometry is None and len(self.selectors) == 1:
@@ -117,6 +159,13 @@ class LearnedRouting(nn.Module):
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the selected types are to be read."""
         return point_mask(mask) if self.kind.reads_points else mask
+
+
+def _after(conv: ShortConvolution, x: Tensor, state: Tensor | None, first: Tensor | None) -> Tensor:
+    """Convolve after those inputs of a state that the convolution looks back to."""
+    if state is not None:
+        state = state[:, state.shape[1] - (conv.width - 1) :]
+    return conv(x, state, first)
 
 
 class HashProjection(nn.Module):

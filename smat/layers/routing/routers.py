@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smat.geometry import Geometry
+from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo
 from smat.layers.routing.learned import LearnedRouting, balance_loss, distant_tokens
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
@@ -173,7 +174,13 @@ class ContentRouting(Router):
         return self.learned.read_mask(mask)
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
-        """Route the tokens of a call; the state is that of the hash's convolution.
+        routing, _, state = self.route(x, mask, call)
+        return routing, state
+
+    def route(
+        self, x: Tensor, mask: SMatMask, call: CallInfo
+    ) -> tuple[Routing, Tensor, Tensor | None]:
+        """Route the tokens of a call, with bin positions and the state of the convolutions.
 
         Of new sequences only those queries select that see something distant, and only those
         tokens get an address that are distant for some query, or may be for a later one.
@@ -195,12 +202,45 @@ class ContentRouting(Router):
             self.balance_loss = balance_loss(bin_position, field_size, distant)
         state = None
         if call.use_cache:
-            state = self.learned.conv.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
+            state = self.learned.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
         if first:
             reads = (routing.query_type, routing.read_weight)
             query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
             routing = routing._replace(query_type=query_type, read_weight=read_weight)
-        return routing, state
+        return routing, bin_position, state
+
+
+def neighbour_routings(
+    routing: Routing, bin_position: Tensor, geometry: Geometry
+) -> tuple[Routing, ...]:
+    """Return a routing for each coordinate, that writes to the next bin with a weight of 0.
+
+    >>> position = torch.tensor([[[[0.5, 2.5]]]], requires_grad=True)  # bins 0 and 2 of 3
+    >>> found = neighbour_routings(Routing(), position, Geometry(3, 3))
+    >>> [each.profile.item() for each in found], found[0].write_weight.item()
+    ([5, 2], 0.0)
+
+    Interpolation would write 1 - f to a token's own bin and f to the next one of a coordinate
+    (appendix "Learning the discrete hash"). Rounded to 1 and 0 only the slopes stay: -1 in the own
+    bin, which `ste_weight` has, and +1 in the next. The last bin is its own neighbour: there the
+    slopes cancel, as in the paper's min(a + 1, q - 1).
+    """
+    lower = bin_position.detach().floor().nan_to_num(nan=0.0).long()
+    last, detached = (
+        geometry.field_size - 1,
+        Routing(*(x if x is None else x.detach() for x in routing)),
+    )
+    found = []
+    for axis in range(geometry.ambient_dim):
+        digits = lower.clone()
+        digits[..., axis] = (digits[..., axis] + 1).clamp(max=last)
+        along = bin_position[..., axis]
+        weight = along - along.detach()
+        if detached.write_weight is not None:
+            weight = weight * detached.write_weight
+        profile = from_digits(digits, geometry.field_size)
+        found.append(detached._replace(profile=profile, write_weight=weight))
+    return tuple(found)
 
 
 def _queries(call: CallInfo) -> slice | Tensor:

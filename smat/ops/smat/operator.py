@@ -81,8 +81,9 @@ def attend_backward(
         if positions is None:
             grads = attention.attend_backward(inputs, options, chosen, *answers)
             return list(grads.values())
-        given = tensors[:NUM_DIFFERENTIABLE]
-        total = [torch.zeros_like(x) for x in given if x is not None]
+        given = [x for x in tensors[:NUM_DIFFERENTIABLE] if x is not None]
+        wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
+        total = [torch.zeros_like(x, dtype=dtype) for x, dtype in zip(given, wide, strict=True)]
         for some in _distinct(positions):
             at = positions[some]
             back = (_spread(x[:, some], at, length) for x in answers)
@@ -94,7 +95,7 @@ def attend_backward(
                     into[:, some] = grad[:, at]
                 else:
                     into += grad
-    return total
+    return [grad.to(x.dtype) for grad, x in zip(total, given, strict=True)]
 
 
 def _sort(tensors: Sequence[Any]) -> tuple[Inputs, Tensor | None]:

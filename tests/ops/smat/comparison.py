@@ -161,11 +161,11 @@ def attend_densely(inputs, mask, feature_map="elu", **options):
     return out.detach(), gradients(out, own)
 
 
-def assert_close(found, expected, dtype, share=1e-3):
+def assert_close(found, expected, dtype):
     """Compare outputs and gradients at the tolerances of their dtype.
 
     A gradient that vanishes in exact arithmetic, as that of q does where a query sees one key, is
-    measured against a share of the largest one, or so that sixteen roundings of a sum as large
+    measured against a thousandth of the largest one, or so that sixteen roundings of a sum as large
     as that one are within the tolerance: in fp32 a thousandth would leave less than one.
     """
     (out, grads), (true_out, true_grads) = found, expected
@@ -173,7 +173,7 @@ def assert_close(found, expected, dtype, share=1e-3):
     rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     assert out.dtype == dtype
     assert all(grad.dtype == dtype for grad in grads.values())
-    share = max(share, 16 * rounding / grad_tolerance)
+    share = max(1e-3, 16 * rounding / grad_tolerance)
     least = share * max(rms(grad) for grad in true_grads.values())
     errors = {"out": relative_rms(out, true_out)} | {
         name: relative_rms(grads[name], grad, least) for name, grad in true_grads.items()
