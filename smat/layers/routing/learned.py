@@ -50,9 +50,8 @@ class LearnedRouting(nn.Module):
     training length. `selector` names a class of selectors.py: "top_types" (the paper's four reads),
     "factored", "own_hyperplane" or "own_cell".
 
-    An address depends on its own token and the three before it, and is never revised. The
-    convolution passes over the boundary of the local branch: a key may be written before its value.
-    `router_init` and `selector_conv` are those of `MemorySettings`.
+    An address depends on its own token and the three before it, over the boundary of the local
+    branch too. `router_init` and `selector_conv` are those of `MemorySettings`.
     """
 
     def __init__(

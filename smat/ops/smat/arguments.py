@@ -288,7 +288,12 @@ def check_features(name: str, before: Tensor, after: Any) -> None:
 
 
 def repeat_heads(x: Any, num_heads: int) -> Any:
-    """Repeat each head of (B, T, heads, ...) as often as it takes to have so many; None stays."""
+    """Repeat each head of (B, T, heads, ...) as often as it takes to have so many; None stays.
+
+    Half precision is widened, so that the gradients of the copies are added up in fp32.
+    """
     if x is None or x.shape[2] == num_heads:
         return x
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
     return x.repeat_interleave(num_heads // x.shape[2], 2)

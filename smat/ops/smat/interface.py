@@ -101,6 +101,7 @@ def smat_attention(
         padding = Padding(attention_mask)
         q, k, v, gates, routing = padding.remove_all(q, k, v, gates, routing)
     pointwise, q, k = _map_features(feature_map, q, k)
+    dtype = v.dtype
     q, k, v, gates, routing = one_per_head(q, k, v, gates, routing)
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
     if positions is not None and padding is None:
@@ -108,6 +109,7 @@ def smat_attention(
         out = _attend(q[:, positions], k, v, gates, reads, positions, cu_seqlens, options)
     else:
         out = _attend(q, k, v, gates, routing, None, cu_seqlens, options)
+    out = out.to(dtype)
     if padding is not None:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]
@@ -158,12 +160,13 @@ def smat_attention_at(
     else:
         check.check_length(k, mask)
     pointwise, q, k = _map_features(feature_map, q, k)
+    dtype = v.dtype
     q, k, v, gates, routing = one_per_head(q, k, v, gates, routing)
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
     # A compiler would trace through the written-out rows; to it the operator is one node.
     if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
-        return attend_few(q, k, v, gates, routing, positions, options).to(v.dtype)
-    return _attend(q, k, v, gates, routing, positions, cu_seqlens, options)
+        return attend_few(q, k, v, gates, routing, positions, options).to(dtype)
+    return _attend(q, k, v, gates, routing, positions, cu_seqlens, options).to(dtype)
 
 
 def _check(
@@ -254,4 +257,4 @@ def _attend(
         out, _ = attend(tensors, *recipe)
     else:
         out, _ = Attend.apply(*tensors, *recipe)  # type: ignore[no-untyped-call]
-    return out.to(v.dtype)
+    return out
