@@ -44,9 +44,9 @@ class GatedDeltaNet(Mixer):
     With a `memory` the state and the convolution are reset at the boundary of its mask, and what
     it reads of the distant tokens is added before the norm. `with_memory` makes one that fits:
 
-    >>> layer = GatedDeltaNet.with_memory(32, vc_dim=3, horizon=64, num_heads=2, head_dim=8)
+    >>> layer = GatedDeltaNet.with_memory(32, vc_dim=3, horizon=256, num_heads=2, head_dim=8)
     >>> layer.memory.mask.describe()
-    'SMatMask: T = 64, d = 3, q = 5, n = 32, c = 16, boundary = kept(32)'
+    'SMatMask: T = 256, d = 3, q = 7, n = 128, c = 64, boundary = kept(128)'
 
     Conventions of flash-linear-attention: norm per head before the gate, no bias, A from U(0, 16);
     linear layers as torch draws them.

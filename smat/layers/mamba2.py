@@ -41,9 +41,9 @@ class Mamba2(Mixer):
     (the convolution too), and the memory the long-range branch: one SMat-Attention, one state.
     `with_memory` derives heads, mask and boundary; `settings` are `MemorySettings`, or "paper":
 
-    >>> layer = Mamba2.with_memory(32, vc_dim=3, horizon=64, head_dim=16, state_dim=8)
+    >>> layer = Mamba2.with_memory(32, vc_dim=3, horizon=256, head_dim=16, state_dim=8)
     >>> layer.memory.mask.describe()
-    'SMatMask: T = 64, d = 3, q = 5, n = 32, c = 16, boundary = kept(32)'
+    'SMatMask: T = 256, d = 3, q = 7, n = 128, c = 64, boundary = kept(128)'
     >>> layer(torch.randn(2, 50, 32))[0].shape
     torch.Size([2, 50, 32])
 

@@ -92,7 +92,7 @@ def attend_backward(
             )
             for into, (name, grad) in zip(total, found.items(), strict=True):
                 if name in ("q", "read_weight"):
-                    into[:, some] = grad[:, at]
+                    into[:, some] = grad[:, at].to(into.dtype)
                 else:
                     into += grad
     return [grad.to(x.dtype) for grad, x in zip(total, given, strict=True)]

@@ -183,7 +183,7 @@ def test_bad_states_are_refused():
     mask = smat.SMatMask(97, 1, 8)
     sizes = {"batch": 1, "heads": 2, "key_dim": 4, "value_dim": 4}
     for change, message in (
-        ({"heads": 0}, "heads must be 1 or more, got 0"),
+        ({"heads": 0}, "heads must be 1 or more, but it is 0"),
         ({"query_heads": 3}, "3 query heads are no multiple of 2"),
         ({"dtype": torch.bfloat16}, "float32 or float64, got torch.bfloat16"),
         ({"fold": "later"}, "spread, at_once, got 'later'"),
