@@ -106,7 +106,8 @@ def smat_attention(
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
     if positions is not None and padding is None:
         reads = _reads_at(routing, positions)
-        out = _attend(q[:, positions], k, v, gates, reads, positions, cu_seqlens, options)
+        rows = q.to(torch.promote_types(q.dtype, torch.float32))[:, positions]  # sums are wide
+        out = _attend(rows, k, v, gates, reads, positions, cu_seqlens, options)
     else:
         out = _attend(q, k, v, gates, routing, None, cu_seqlens, options)
     out = out.to(dtype)
