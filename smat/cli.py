@@ -12,6 +12,7 @@ from rich.console import Console
 
 from smat import schedules
 from smat.bench.cli import app as bench_app
+from smat.data.cli import app as data_app
 from smat.experiments.cli import app as experiments_app
 from smat.experiments.cli import examples
 from smat.masks.boundary import BoundarySchedule
@@ -144,4 +145,5 @@ def _schedule(
 
 
 app.add_typer(bench_app, name="bench")
+app.add_typer(data_app, name="data")
 app.add_typer(experiments_app)  # not below a name

@@ -22,6 +22,7 @@ ROOMS = [
     "layers",
     "models",
     "smat",  # the names that `import smat` gives
+    "data",
     "tasks",
     "training",
     "experiments",
@@ -31,7 +32,7 @@ ROOMS = [
     "__main__",
 ]
 # A task makes examples and says what is correct; it must not know who answers.
-ALSO_FORBIDDEN = {"tasks": {"layers", "models", "smat"}}
+ALSO_FORBIDDEN = {name: {"layers", "models", "smat"} for name in ("data", "tasks")}
 ORACLE_MAY_IMPORT = {"torch", "__future__", "collections", "math", "typing"}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -106,6 +106,8 @@ def make_record(run: Run, result: Mapping[str, Any], device: str) -> dict[str, A
         "key": run.key,
         "run": run.to_dict(),
         **result,
+        "unit": run.task.unit,
+        "source": run.task.source(),
         "controls": run.task.controls(),
         "hardware": describe_hardware(device),
         "commit": source_commit(),
@@ -132,12 +134,15 @@ def claim(folder: Path) -> Iterator[None]:
 
 def sign_folder(run: Run, folder: Path) -> None:
     """Write down whose folder it is; refuse that of a run with other settings."""
-    path = folder / "run.json"
-    difference = run.difference(json.loads(path.read_text())) if path.exists() else None
+    path, source = folder / "run.json", run.task.source()
+    old = json.loads(path.read_text()) if path.exists() else {}
+    difference = run.difference(old)
+    if old.get("source", source) != source:
+        difference = f"its data was {old['source']} and is {source}"
     if difference is not None:
         message = f"{folder} holds a run with other settings ({difference}); to start anew"
         raise ValueError(f"{message}: rm -r {folder}")
-    write_atomically(path, json.dumps(run.to_dict(), indent=1).encode())
+    write_atomically(path, json.dumps(run.to_dict() | {"source": source}, indent=1).encode())
 
 
 def _place(run: Run) -> Path:
@@ -155,5 +160,14 @@ def _read(path: Path, run: Run) -> dict[str, Any] | None:
         isinstance(record, dict)
         and (record.get("version"), record.get("key")) == (VERSION, run.key)
         and run.difference(record.get("run", {})) is None
+        and _same_source(run, record.get("source"))
     )
     return record if is_same else None
+
+
+def _same_source(run: Run, recorded: str | None) -> bool:
+    """Tell whether a record rests on the data that is here; where none is, nothing differs."""
+    try:
+        return not recorded or run.task.source() == recorded
+    except ValueError:
+        return True

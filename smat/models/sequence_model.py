@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from smat.layers import sum_balance_losses
 from smat.layers.primitives import RMSNorm
 from smat.models.mixers import MIXERS, Option, SequenceTask
+from smat.models.token_losses import token_losses
 
 NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
 
@@ -100,8 +101,13 @@ class SequenceModel(nn.Module):
                 raise ValueError("a tied read-out needs as many tokens as outputs")
             self.head.weight = self.tokens.weight
 
-    def forward(self, rows: Tensor | None = None, **inputs: Tensor) -> Tensor:
-        """Return the outputs at rows (B, R), or at all positions: (B, R, num_outputs)."""
+    def forward(
+        self, rows: Tensor | None = None, targets: Tensor | None = None, **inputs: Tensor
+    ) -> Tensor:
+        """Return the outputs at rows (B, R), or at all positions: (B, R, num_outputs).
+
+        With targets (B, T) it is the cross-entropy of each, (B, T), made without all logits at once.
+        """
         known = []
         if self.tokens is not None:
             known.append(self.tokens(inputs["token_ids"]))
@@ -113,6 +119,8 @@ class SequenceModel(nn.Module):
         *first, last = self.blocks
         for block in first:
             x = block(x, None, inputs)
+        if targets is not None:
+            return token_losses(self.norm(last(x, None, inputs)), self.head, targets)
         return self.head(self.norm(last(x, rows, inputs)))
 
     def balance_loss(self) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import ClassVar, Protocol
@@ -56,8 +56,16 @@ class Task(Protocol):
     """
 
     name: ClassVar[str]
-    # What a trained model is scored on; the first is its accuracy, and fills cells by load.
-    scored_splits: ClassVar[tuple[str, ...]] = ("test",)
+
+    @property
+    def scored_splits(self) -> tuple[str, ...]:
+        """What a trained model is scored on; the first is its accuracy, and fills cells by load."""
+        return ("test",)
+
+    @property
+    def unit(self) -> str:
+        """The unit of results; what records call accuracy is a loss where it is not per cent."""
+        return "%"
 
     @property
     def vocab_size(self) -> int:
@@ -108,6 +116,21 @@ class Task(Protocol):
     def score(self, outputs: Tensor, batch: Batch) -> Tensor:
         """Return the paper's metric, an example (B,) or a query (B, R): the fraction right."""
         return (outputs.argmax(-1) == batch.targets).float().mean(-1)
+
+    def scores(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        """Return the metric by cell, where a batch fills several; else that of its own cell."""
+        return {batch.cell: self.score(outputs, batch)}
+
+    def values(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Turn the mean score of each cell into a result in the task's unit."""
+        return {cell: 100 * mean for cell, mean in means.items()}
+
+    def source(self) -> str:
+        """Name what the examples come from beside the seed by a hash; ValueError if it is missing.
+
+        Tasks that draw all they need have nothing to name.
+        """
+        return ""
 
     def controls(self) -> dict[str, float]:
         """Return what needs no training to know: ceilings, constant predictors, majorities."""

@@ -48,9 +48,9 @@ def train(
 ) -> dict[str, Any]:
     """Train a model, from the folder's checkpoint if there is one, and score it.
 
-    Returns accuracy and by_cell (in %), loss, curve, parameters, minutes and steps_per_second, of
-    the test split unless the task has other `scored_splits`; by_cell has the mean of each further
-    one by its name. The folder gets weights.safetensors and a TensorBoard log. A run that was
+    Returns accuracy and by_cell (in % or the task's unit), loss, curve, parameters, minutes, steps
+    and tokens per second, of the test split unless the task has other `scored_splits`; by_cell has
+    the mean of each further one by its name. The folder gets weights.safetensors and a TensorBoard log. A run that was
     killed and is started again with the same arguments ends in the same weights, bit for bit on as
     many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
@@ -78,6 +78,7 @@ def train(
         "parameters": sum(parameter.numel() for parameter in trainer.model.parameters()),
         "minutes": trainer.seconds / 60,
         "steps_per_second": config.steps / trainer.seconds,
+        "tokens_per_second": trainer.num_tokens / trainer.seconds,
     }
 
 
@@ -123,7 +124,8 @@ def _note_point(trainer: Trainer, log: Log | None) -> None:
     if evaluates:
         found = trainer.evaluate("validation")
         accuracy = trainer.accuracy = found.accuracy
-        values |= {"validation/accuracy": found.accuracy, "validation/loss": found.loss}
+        shown = "accuracy" if trainer.task.unit == "%" else trainer.task.unit.replace(" ", "_")
+        values |= {f"validation/{shown}": found.accuracy, "validation/loss": found.loss}
     trainer.curve.append([step, loss, accuracy])
     trainer.loss_sum, trainer.loss_count = 0.0, 0
     if log is not None:

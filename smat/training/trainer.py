@@ -33,16 +33,16 @@ class Progress:
     step: int
     steps: int
     loss: float | None = None  # of training, averaged since the last point of the curve
-    accuracy: float | None = None  # the last evaluation's, in %
+    accuracy: float | None = None  # the last evaluation's, in the unit of the task
     message: str | None = None  # what the user should read, such as of a damaged checkpoint
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model reaches, accuracies in %."""
+    """What a model reaches, accuracies in %, or losses in the unit of the task."""
 
-    accuracy: float  # the mean over cells of each cell's mean score
-    by_cell: dict[str, float]  # the mean score of each load
+    accuracy: float  # the mean over cells of each cell's result
+    by_cell: dict[str, float]  # the result of each cell, a load or a bin of positions
     loss: float  # the mean over examples
 
 
@@ -65,14 +65,15 @@ def evaluate(
         for batch in task.eval_batches(seed, split):
             batch = batch.to(device)
             outputs = model(rows=batch.rows, **batch.inputs).float()
-            scores[batch.cell].append(task.score(outputs, batch).double().flatten())
+            for cell, score in task.scores(outputs, batch).items():
+                scores[cell].append(score.double().flatten())
             losses.append(task.loss(outputs, batch).double() * len(batch.rows))
             num_examples += len(batch.rows)
     finally:
         model.train(was_training)
     if not losses:
         raise ValueError(f"task {task.name} has no examples in split {split!r}")
-    by_cell = {cell: 100 * torch.cat(found).mean().item() for cell, found in scores.items()}
+    by_cell = task.values({cell: torch.cat(each).mean().item() for cell, each in scores.items()})
     loss = torch.stack(losses).sum().item() / num_examples
     return Evaluation(sum(by_cell.values()) / len(by_cell), by_cell, loss)
 
@@ -91,6 +92,7 @@ class Trainer:
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
         self.step = 0
         self.seconds = 0.0  # spent in this process and in those that a kill ended
+        self.num_tokens = 0  # trained on, as `seconds` counts
         self.loss_sum, self.loss_count = 0.0, 0  # since the last point of the curve
         self.curve: list[list[Any]] = []  # [step, mean training loss, accuracy or None]
         self.accuracy: float | None = None  # the last evaluation's
@@ -117,6 +119,7 @@ class Trainer:
         if self.is_cuda and "cuda" in state["random"]:
             torch.cuda.set_rng_state(state["random"]["cuda"], self.fabric.device)
         self.step, self.seconds = state["step"], state["seconds"]
+        self.num_tokens = state.get("num_tokens", 0)
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
         self.curve, self.accuracy = state["curve"], state["accuracy"]
         if self.fabric.global_rank:  # the checkpoint has the generators of the first device
@@ -132,9 +135,9 @@ class Trainer:
             if self.is_cuda:
                 random["cuda"] = torch.cuda.get_rng_state(self.fabric.device)
             state = {
-                "step": self.step, "seconds": self.seconds, "loss_sum": self.loss_sum,
-                "loss_count": self.loss_count, "curve": self.curve, "accuracy": self.accuracy,
-                "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+                "step": self.step, "seconds": self.seconds, "num_tokens": self.num_tokens,
+                "loss_sum": self.loss_sum, "loss_count": self.loss_count, "curve": self.curve,
+                "accuracy": self.accuracy, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
                 "random": random,
             }  # fmt: skip
             save_checkpoint(folder, state)
@@ -142,6 +145,7 @@ class Trainer:
     def train_step(self) -> None:
         """Change the weights once, by the batch that the step's number names."""
         batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
+        self.num_tokens += next(iter(batch.inputs.values())).shape[:2].numel()
         mine = slice(self.fabric.global_rank, None, self.fabric.world_size)
         batch = batch.select(mine).to(self.fabric.device)
         for group in self.optimizer.param_groups:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from smat.tasks.task import Batch, generator_of
+from smat.tasks.task import Batch, Task, generator_of
 
 
 def changed(config, **changes):
@@ -18,7 +18,7 @@ def changed(config, **changes):
 
 
 @dataclass(frozen=True)
-class Parity:
+class Parity(Task):
     """Tell the parity of two marked bits."""
 
     name: ClassVar[str] = "parity"

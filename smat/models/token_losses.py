@@ -1,0 +1,40 @@
+"""The loss of every token of a large vocabulary, with the logits of a few tokens at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+MAX_LOGITS = 1 << 24  # held at once
+
+
+def token_losses(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, max_logits: int = MAX_LOGITS
+) -> Tensor:
+    """Return the cross-entropy of every target (...), from hidden states (..., width).
+
+    >>> head = nn.Linear(8, 1000)
+    >>> token_losses(torch.randn(2, 50, 8), head, torch.randint(1000, (2, 50))).shape
+    torch.Size([2, 50])
+
+    Equals ``cross_entropy(head(hidden), targets, reduction="none")`` in fp32. Where that has more
+    than `max_logits` logits they are made a piece at a time, and once more for the gradient.
+    """
+    size = max(1, max_logits // head.out_features)
+    rows = hidden.flatten(0, -2).split(size)
+    pieces = list(zip(rows, targets.flatten().split(size), strict=True))
+    if len(pieces) == 1:
+        return _losses(*pieces[0], head.weight, head.bias).view(targets.shape)
+    losses = [
+        checkpoint(_losses, *piece, head.weight, head.bias, use_reentrant=False,
+                   preserve_rng_state=False)
+        for piece in pieces
+    ]  # fmt: skip
+    return torch.cat(losses).view(targets.shape)
+
+
+def _losses(rows: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    logits = functional.linear(rows, weight, bias).float()
+    return functional.cross_entropy(logits, targets, reduction="none")
