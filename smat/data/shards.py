@@ -127,7 +127,9 @@ class _ShardWriter:
 class TokenSplit:
     """The tokens of a split as one row, of which only what is asked for is read."""
 
-    def __init__(self, name: str, paths: Sequence[Path], sizes: Sequence[int], item_size: int) -> None:
+    def __init__(
+        self, name: str, paths: Sequence[Path], sizes: Sequence[int], item_size: int
+    ) -> None:
         dtype = DTYPES[item_size]
         self.name = name
         self.shards = [
@@ -144,7 +146,7 @@ class TokenSplit:
         if not 0 <= start <= start + length <= len(self):
             asked = f"{length} tokens from {start} on"
             raise ValueError(f"{asked} were asked for, but {self.name} has {len(self)}")
-        pieces = []
+        pieces: list[Tensor] = []
         while length or not pieces:
             number = min(bisect_right(self.ends, start), len(self.ends) - 1)
             begin = start - (self.ends[number - 1] if number else 0)

@@ -68,7 +68,9 @@ def make_encoder(
         return _gpt2(vocab, merges)
     if size := re.fullmatch(r"bpe(\d+)", name):
         return _trained(name, int(size[1]), train_books())
-    raise ValueError(f"tokens are bytes, gpt2, or bpeN for N tokens trained on the books, not {name!r}")
+    raise ValueError(
+        f"tokens are bytes, gpt2, or bpeN for N tokens trained on the books, not {name!r}"
+    )
 
 
 def _gpt2(vocab: Path | None, merges: Path | None) -> Encoder:
@@ -93,7 +95,9 @@ def _gpt2(vocab: Path | None, merges: Path | None) -> Encoder:
 def _trained(name: str, vocab_size: int, books: Iterable[bytes]) -> Encoder:
     """Train a byte-level vocabulary, the same for the same books."""
     if not 257 <= vocab_size <= MAX_VOCAB:
-        raise ValueError(f"a vocabulary has 257 to {MAX_VOCAB} tokens, {name} would have {vocab_size}")
+        raise ValueError(
+            f"a vocabulary has 257 to {MAX_VOCAB} tokens, {name} would have {vocab_size}"
+        )
     tokenizers = require("tokenizers", extra="data")
     made = tokenizers.ByteLevelBPETokenizer(add_prefix_space=False)
     texts = (book.decode() for book in islice(books, TRAIN_BOOKS))

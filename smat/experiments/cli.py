@@ -1,32 +1,28 @@
-"""The commands about experiments, list, run, status and report, and progress on the terminal."""
+"""The commands about experiments: list, run, status and report."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import shlex
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, SpinnerColumn, TaskID
-from rich.progress import Progress as Bars
 from rich.table import Table
 
+from smat.data.shards import DATA_VARIABLE
+from smat.experiments.display import Display
 from smat.experiments.engine import Engine, Outcome, SerialEngine, run_all
 from smat.experiments.parallel import ProcessEngine, RayEngine
-from smat.experiments.run import Run
 from smat.experiments.store import ROOT, Store
 from smat.experiments.tables import EXPERIMENTS, find_experiment
 from smat.extras import require
-from smat.training import Progress
 from smat.training.fabric import parse_device
 
 app = typer.Typer()
@@ -68,6 +64,7 @@ def list_experiments(out: Out = ROOT) -> None:
         "smat run subset-routing --preset quick",
         "smat run subset-routing --preset paper --seeds 0,1,2 --only 'smat_d*' --only k=2 --jobs 2",
         "smat run mqar --preset standard --engine ray --device cuda --out /shared/experiments",
+        "smat run pg19-bytes --preset standard --data pg19 --only kept",
     )
     + "\n\nFinished runs are never repeated, interrupted ones go on where they were: run the same "
     "command."
@@ -86,6 +83,10 @@ def run(
     precision: Annotated[
         PrecisionName | None, typer.Option(help="Of training (the preset's, fp32).")
     ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="What `smat data prepare` wrote, for text (that of SMAT_DATA)."),
+    ] = None,
     out: Out = ROOT,
     again: Annotated[bool, typer.Option("--again", help="Repeat finished runs too.")] = False,
     use_shipped: Annotated[
@@ -95,9 +96,13 @@ def run(
     """Make the runs of an experiment that are not finished, and print its table."""
     experiment, console = find_experiment(name), Console(stderr=True)
     store = Store(out, use_shipped=use_shipped)
+    if data is not None:
+        os.environ[DATA_VARIABLE] = str(data.absolute())  # the processes of runs read it too
     if precision is not None:
         experiment = experiment.with_precision(PRECISIONS[precision])
     runs = experiment.choose(preset, parse_seeds(seeds), only or ())
+    for each in runs:
+        each.task.source()  # what is missing is said once, and before anything is begun
     to_make = runs if again else store.unfinished(runs)
     counts = f"{len(runs)} runs, {len(runs) - len(to_make)} finished, {len(to_make)} to make"
     console.print(f"{experiment.name}, preset {preset}: {counts}", highlight=False)
@@ -131,6 +136,7 @@ def run(
         words += ["--engine", engine] if engine != "local" else []
         words += ["--device", device] if device != "auto" else []
         words += ["--precision", precision] if precision is not None else []
+        words += ["--data", str(data)] if data is not None else []
         words += ["--use-shipped"] if use_shipped and not again else []
         words += ["--out", str(out)] if out != ROOT else []
         console.print(f"  {shlex.join(words)}", soft_wrap=True, highlight=False, markup=False)
@@ -177,84 +183,6 @@ def report(
     from smat.report.page import write_report
 
     typer.echo(f"Report: {write_report(out, Store(out).roots)}")
-
-
-class Display:
-    """Shows the bars, and a line for each run that ends."""
-
-    def __init__(self, runs: Sequence[Run], console: Console) -> None:
-        self.num_runs, self.num_finished = len(runs), 0
-        self.steps_left = {run.key: run.training.steps for run in runs}
-        self.num_steps = sum(self.steps_left.values())
-        self.steps_made = 0  # by this command, and not before an interruption
-        self.start = time.monotonic()
-        self.rows: dict[str, TaskID] = {}
-        self.bars = Bars(
-            SpinnerColumn(), "{task.description}", BarColumn(), "{task.percentage:>3.0f} %",
-            "{task.fields[note]}", console=console, transient=True, refresh_per_second=2,
-        )  # fmt: skip
-        self.table = self.bars.add_task("", total=self.num_steps, note="")
-        self._move_table()
-
-    def __enter__(self) -> Display:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bars.stop()
-
-    def progressed(self, run: Run, progress: Progress) -> None:
-        """Move the bars."""
-        if progress.message:
-            self.say(f"{run.name}: {progress.message}", "yellow")
-        left = progress.steps - progress.step
-        if run.key in self.rows:
-            self.steps_made += self.steps_left[run.key] - left
-        else:
-            self.rows[run.key] = self.bars.add_task(run.name, total=progress.steps, note="")
-        self.steps_left[run.key] = left
-        loss = None if progress.loss is None else f"loss {progress.loss:.4g}"
-        score = None if progress.accuracy is None else f"{progress.accuracy:.1f} %"
-        note = ", ".join(filter(None, [loss, score]))
-        self.bars.update(self.rows[run.key], completed=progress.step, note=note)
-        self._move_table()
-
-    def ended(self, outcome: Outcome) -> None:
-        """Say what became of a run."""
-        run, record = outcome.run, outcome.record
-        left = self.steps_left.pop(run.key)
-        if run.key in self.rows:
-            self.bars.remove_task(self.rows.pop(run.key))
-        if record is None:
-            style = "red" if outcome.kind == "failed" else "yellow"
-            self.say(f"{outcome.kind}: {run.name}: {outcome.message}", style)
-        else:
-            self.num_finished += 1
-            self.steps_made += left
-            minutes = record["minutes"]
-            taken = f"{minutes:.1f} min" if minutes >= 1 else f"{60 * minutes:.0f} s"
-            result = f"{run.name}: {record['accuracy']:.1f} % in {taken}"
-            line = f"{self.num_finished}/{self.num_runs}  {result}"
-            self.say(f"{line}, {self.left_text()}" if self.left_text() else line)
-        self._move_table()
-
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line above the bars, never broken into two."""
-        self.bars.console.print(escape(text), style=style, highlight=False, soft_wrap=True)
-
-    def left_text(self) -> str:
-        """Guess the time until the last run ends, from the steps made so far: '1:02:05 left'."""
-        num_left = sum(self.steps_left.values())
-        if not self.steps_made or not num_left:
-            return ""
-        seconds = (time.monotonic() - self.start) / self.steps_made * num_left
-        return f"{timedelta(seconds=max(1, round(seconds)))} left"
-
-    def _move_table(self) -> None:
-        heading = f"[bold]{self.num_finished} of {self.num_runs} runs"
-        completed = self.num_steps - sum(self.steps_left.values())
-        note = self.left_text()
-        self.bars.update(self.table, description=heading, completed=completed, note=note)
 
 
 def parse_seeds(text: str | None) -> list[int] | None:

@@ -122,12 +122,13 @@ def _mamba2_memory(
     expand: int = 2,
     settings: str = "paper",
     selector_conv: int = 0,
+    selector: str = "top_types",
     **layer: Any,
 ) -> layers.Mixer:
     """Add a memory with learned routing, and a geometry for each length."""
     memory = layers.ProfileMemory.for_lengths(
         width, expand * width // head_dim, vc_dim=vc_dim, lengths=task.lengths,
-        settings=_settings(settings, selector_conv),
+        settings=_settings(settings, selector_conv), selector=selector,
     )  # fmt: skip
     return layers.Mamba2(width, head_dim=head_dim, expand=expand, memory=memory, **layer)
 

@@ -106,7 +106,7 @@ class SequenceModel(nn.Module):
     ) -> Tensor:
         """Return the outputs at rows (B, R), or at all positions: (B, R, num_outputs).
 
-        With targets (B, T) it is the cross-entropy of each, (B, T), made without all logits at once.
+        With targets (B, T) it is the cross-entropy of each, without all logits at once.
         """
         known = []
         if self.tokens is not None:

@@ -11,6 +11,7 @@ from smat.experiments.run import Experiment
 from smat.extras import require
 from smat.report.records import (
     NOTHING,
+    PER_CENT,
     PaperTable,
     Published,
     Record,
@@ -58,6 +59,7 @@ class ResultTable(Table):
     records: Sequence[Record]
     own_cells: bool
     left_out: str = ""  # which records are not of the preset as it is now
+    unit: str = PER_CENT
 
     @property
     def num_filled(self) -> int:
@@ -96,11 +98,16 @@ def result_table(
     places = zip(known["label"], known["cell"], known["arm"], strict=True)
     known["std"] = pd.Series([errors.get(place) for place in places], dtype=float)
     numbers = pd.concat([_means(ours), paper, _join_shared(known)], ignore_index=True)
-    text = _text(cells, arms, numbers)
+    units = [each.unit for each in records]
+    units += [table["unit"] for table in reproduced_tables(experiment, published)]
+    unit = units[0] if units else PER_CENT
+    text = _text(cells, arms, numbers, unit)
     if records:
         text = text.join(_extras(text.index, numbers, records))
     headings = {**cells, **EXTRA} if records else cells
-    return ResultTable(headings, text, preset, cells, numbers, records, bool(own_cells), left_out)
+    return ResultTable(
+        headings, text, preset, cells, numbers, records, bool(own_cells), left_out, unit
+    )
 
 
 def load_table(experiment: Experiment, preset: str, records: Iterable[Record]) -> Table | None:
@@ -189,13 +196,16 @@ def _paper_numbers(experiment: Experiment, arms: Iterable[str], published: Publi
     return frame.drop_duplicates([*LINE, "cell"]).astype({"std": float})
 
 
-def _text(columns: Mapping[str, str], arms: Mapping[str, str], numbers: DataFrame) -> DataFrame:
+def _text(
+    columns: Mapping[str, str], arms: Mapping[str, str], numbers: DataFrame, unit: str = PER_CENT
+) -> DataFrame:
     """Set numbers out as lines and columns, arm after arm: ours, the paper's, its controls."""
     ours = numbers[numbers["kind"] == OURS].groupby("arm")["num_seeds"].nunique()
     uneven = set(ours[ours > 1].index)
     texts = []
     for line in numbers.itertuples():
-        decimals = 3 if line.kind == CONTROL and is_loss(line.label) else 1
+        of_loss = unit != PER_CENT or (line.kind == CONTROL and is_loss(line.label))
+        decimals = 3 if of_loss else 1
         text = format_value(line.mean, line.std, decimals)
         several = line.kind == OURS and line.arm in uneven
         texts.append(f"{text} (n = {line.num_seeds:.0f})" if several else text)

@@ -18,7 +18,7 @@ from torch import Tensor
 from smat.extras import require
 from smat.masks import boundary
 from smat.masks.mask import SMatMask, SMatWarning
-from smat.report.records import Record, is_loss
+from smat.report.records import PER_CENT, Record, is_loss
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,6 +44,7 @@ STYLE = {
 DARK = "@media (prefers-color-scheme: dark) { svg { color: #e7e9ef; } }"
 LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic scale
 SMALLEST = 1e-4  # of the largest loss: what is smaller lies on the lower edge
+ACCURACY_AXIS = {"ylim": (-4, 104), "yticks": [0, 50, 100], "ylabel": "accuracy, %"}
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -160,7 +161,7 @@ def curves_figure(
         return None
     evaluated = points.groupby(["arm", "cell", "seed"])["accuracy"].count().max() > 1
     quantities = ["accuracy", "loss"] if evaluated else ["loss"]
-    drawn = set(points["cell"])
+    drawn, unit = set(points["cell"]), records[0].unit
     panels = [cell for cell in dict.fromkeys([*cells, *points["cell"]]) if cell in drawn]
     looks = line_looks({**arms, **{arm: arms.get(arm, arm) for arm in points["arm"]}})
     looks = {arm: look for arm, look in looks.items() if arm in set(points["arm"])}
@@ -173,6 +174,8 @@ def curves_figure(
             stack = place.subplots(len(quantities), squeeze=False, sharex=True)[:, 0]
             for axes, quantity in zip(stack, quantities, strict=True):
                 _draw_curves(axes, points[points["cell"] == cell], quantity, looks)
+                if quantity == "accuracy":
+                    axes.set(**ACCURACY_AXIS if unit == PER_CENT else {"ylabel": unit})
             title = cells.get(cell, cell) or "all"
             stack[0].set_title(title, loc="left", weight="bold", parse_math=False)
             _scale_losses(stack[-1], points["loss"].dropna())
@@ -211,8 +214,6 @@ def _draw_curves(axes: Axes, points: DataFrame, quantity: str, looks: Looks) -> 
     _quiet_axes(axes)
     axes.set_xlim(left=0)
     axes.set_xlabel("step" if quantity == "loss" else "")
-    if quantity == "accuracy":
-        axes.set(ylim=(-4, 104), yticks=[0, 50, 100], ylabel="accuracy, %")
 
 
 def _scale_losses(axes: Axes, losses: Series) -> None:

@@ -213,6 +213,7 @@ def print_table(
         experiment, preset, records.load_records(roots), records.load_published()
     )
     title = f"{experiment.title}, preset {preset}: {experiment.presets.get(preset, '')}"
+    title += f", in {table.unit}" if table.unit != records.PER_CENT else ""
     facts = [f"{name}: {text}" for name, text in records.facts_of(table.records).items()]
     notes = filter(None, [*facts, table.left_out])
     told = "".join(f"- {escape_markdown(note)}\n" for note in notes)

@@ -21,10 +21,12 @@ Published = Mapping[str, PaperTable]
 
 NOTHING = "\N{EN DASH}"  # neither run nor to be run: the paper has no number here
 ROW_UNITS = "as in the row"
+PER_CENT = "%"
 # What else the paper says about the runs of a table: seed by seed, levels, fractions.
 DETAILS = {
     "tab:mkar": ("tab:mkar-seeds", "text:mkar-chance", "fig:mkar-sanity"),
     "tab:mqar-uniform": ("tab:mqar-placed/routed",),
+    "tab:pg19-300m": ("text:pg19-parameters", "text:pg19-memory"),
 }
 
 
@@ -54,6 +56,8 @@ class Record(BaseModel):
     accuracy: FiniteFloat
     loss: FiniteFloat
     minutes: FiniteFloat
+    unit: str = PER_CENT  # of accuracy and by_cell, which are losses in any other
+    tokens_per_second: FiniteFloat | None = None
     key: str = ""
     by_cell: dict[str, FiniteFloat] = {}
     controls: dict[str, FiniteFloat] = {}

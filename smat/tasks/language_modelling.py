@@ -59,7 +59,7 @@ class LanguageModelling(Task):
             raise ValueError(f"{rule}, but they are {edges}")
 
     @property
-    def scored_splits(self) -> tuple[str, ...]:  # type: ignore[override]
+    def scored_splits(self) -> tuple[str, ...]:
         return (self.scored_split,)
 
     @property
@@ -130,12 +130,14 @@ class LanguageModelling(Task):
 
     def describe(self) -> str:
         kind = {"bytes": "bytes", "gpt2": "the vocabulary of GPT-2"}
-        tokens = kind.get(self.tokens, f"a vocabulary of {self.vocab_size:,} made of the same books")
+        tokens = kind.get(
+            self.tokens, f"a vocabulary of {self.vocab_size:,} made of the same books"
+        )
         return (
             f"Language modelling on PG-19 in {tokens}: books one behind the other, a token that "
-            f"ends each between them, cut into windows of {self.seq_len} tokens for training and of "
-            f"{self.eval_length} for the {self.scored_split} split, {self.num_eval} of which are "
-            f"spread over all of its books. The result is the mean loss over positions, as "
+            f"ends each between them, cut into windows of {self.seq_len} tokens for training and "
+            f"of {self.eval_length} for the {self.scored_split} split, {self.num_eval} of which "
+            f"are spread over all of its books. The result is the mean loss over positions, as "
             f"{self.unit}. Windows may begin in the middle of a book and hold the end of one."
         )
 

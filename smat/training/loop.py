@@ -50,9 +50,9 @@ def train(
 
     Returns accuracy and by_cell (in % or the task's unit), loss, curve, parameters, minutes, steps
     and tokens per second, of the test split unless the task has other `scored_splits`; by_cell has
-    the mean of each further one by its name. The folder gets weights.safetensors and a TensorBoard log. A run that was
-    killed and is started again with the same arguments ends in the same weights, bit for bit on as
-    many CPU threads.
+    the mean of each further one by its name. The folder gets weights.safetensors and a TensorBoard
+    log. A run that was killed and is started again with the same arguments ends in the same
+    weights, bit for bit on as many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
     A `fabric` brings another strategy or several devices, each of which takes some of a batch.
     """

@@ -137,8 +137,8 @@ class Trainer:
             state = {
                 "step": self.step, "seconds": self.seconds, "num_tokens": self.num_tokens,
                 "loss_sum": self.loss_sum, "loss_count": self.loss_count, "curve": self.curve,
-                "accuracy": self.accuracy, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
-                "random": random,
+                "accuracy": self.accuracy, "model": self.model.state_dict(),
+                "optimizer": self.optimizer.state_dict(), "random": random,
             }  # fmt: skip
             save_checkpoint(folder, state)
 

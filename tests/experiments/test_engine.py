@@ -15,7 +15,8 @@ import torch
 from rich.console import Console
 from tiny import TinyConfig, changed
 
-from smat.experiments.cli import Display, parse_seeds, stop_on_signal
+from smat.experiments.cli import parse_seeds, stop_on_signal
+from smat.experiments.display import Display
 from smat.experiments.engine import Outcome, SerialEngine, run_all
 from smat.experiments.parallel import ProcessEngine
 from smat.experiments.store import Store, claim

@@ -7,7 +7,7 @@ import torch
 from tiny import Parity, TinyConfig
 from torch import nn
 
-from smat.tasks.task import Batch
+from smat.tasks.task import Batch, Task
 from smat.training import evaluate
 
 
@@ -17,7 +17,7 @@ class Echo(nn.Module):
 
 
 @dataclass(frozen=True)
-class Counting:
+class Counting(Task):
     """Two cells of different size, whose scores are their inputs."""
 
     name = "counting"

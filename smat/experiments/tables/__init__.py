@@ -7,6 +7,7 @@ from smat.experiments.tables.multi_key_recall import (
     MULTI_KEY_RECALL,
     SOFTMAX_SWEEP,
 )
+from smat.experiments.tables.pg19 import PG19_300M, PG19_750M, PG19_BYTES
 from smat.experiments.tables.recall import JOINT_RECALL, MQAR_TABLE
 from smat.experiments.tables.subset_routing import SUBSET_ROUTING
 
@@ -20,6 +21,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         MQAR_TABLE,
         JOINT_RECALL,
         LENGTH_GENERALIZATION,
+        PG19_BYTES,
+        PG19_300M,
+        PG19_750M,
     )
 }
 
