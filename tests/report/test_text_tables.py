@@ -143,3 +143,11 @@ def test_the_readme_shows_the_committed_results():
     readme = (ROOT / "README.md").read_text()
     assert MARKED.search(readme)
     assert refresh(readme, load_records([ROOT / "results"])) == readme
+
+
+def test_losses_have_three_decimals_and_their_unit(tmp_path, monkeypatch):
+    for arm in ARMS:
+        write_record(tmp_path, make_record(arm, "k=1", 0, 1.6344, unit="bits per byte"))
+    text = printed(tmp_path, monkeypatch)
+    assert "as in the paper., in bits per byte" in text
+    assert text.count("1.634") == len(ARMS)
