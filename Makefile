@@ -19,7 +19,7 @@ FUZZ_FROM ?= 0
 PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-slow fuzz lint types format figures paper-map clean
+.PHONY: help run example test test-slow fuzz lint types format figures paper-map clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -27,6 +27,9 @@ help: ## list the targets
 run: $(RUN_READY) ## train subset routing (quick preset), print it beside the paper, write the report
 	$(BIN)/smat run subset-routing --preset quick --jobs $(JOBS) --out $(OUT)/experiments
 	$(BIN)/smat report --out $(OUT)/experiments
+
+example: $(RUN_READY) ## train a byte model on the sources here, or on TEXT=file, and let it write
+	$(BIN)/python examples/byte_model.py $(TEXT)
 
 test: lint types ## lint, types, doctests and tests, without the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_WORKERS) $(PYTEST_FLAGS)

@@ -1,4 +1,4 @@
-"""Token shards: written split by split with a manifest of hashes, read as memory-mapped windows."""
+"""Token shards: written split by split with a manifest of hashes, mapped into memory."""
 
 from __future__ import annotations
 
@@ -155,15 +155,15 @@ class TokenSplit:
             start, length = start + len(piece), length - len(piece)
         return torch.cat(pieces)
 
-    def windows(self, numbers: Iterable[int], length: int) -> Tensor:
-        """Return windows of the packed text, (B, length + 1): each ends with its last target."""
+    def excerpts(self, numbers: Iterable[int], length: int) -> Tensor:
+        """Return excerpts of the packed text, (B, length + 1): each ends with its last target."""
         return torch.stack([self.read(number * length, length + 1) for number in numbers])
 
-    def num_windows(self, length: int) -> int:
-        """Count the windows that do not overlap, but for the target of the last token."""
+    def num_excerpts(self, length: int) -> int:
+        """Count the excerpts that do not overlap, but for the target of the last token."""
         count = (len(self) - 1) // length
         if count < 1:
-            needed = f"a window of {length} needs {length + 1}"
+            needed = f"an excerpt of {length} needs {length + 1}"
             raise ValueError(f"{self.name} has {len(self)} tokens, but {needed}")
         return count
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache, attend
+from smat.layers.memory.memory import SigmoidGate
+from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     NormThenGate,
@@ -25,6 +27,7 @@ from smat.layers.short_convolution import ShortConvolution
 from smat.masks import BoundarySchedule, SMatMask
 from smat.ops.feature_maps import Favor, FeatureMap
 from smat.ops.smat.arguments import DECAY_SCOPES, check_choice
+from smat.ops.smat.routing import Routing
 
 
 class SMatAttention(Mixer):
@@ -58,6 +61,8 @@ class SMatAttention(Mixer):
         decay_scope: "all" (distant keys decay too, equation 9) or "recurrent" (they do not, as the
             paper's experiments have it).
         key_gate: h = sigmoid(W x), which scales what a token writes.
+        read_gate: lambda = sigmoid(W x + b), which scales what a query reads of the distant past,
+            0.1 at first: without it many undecayed distant keys drown the recent ones.
         output_gate, output_norm: RMSNorm(y) SiLU(W x) per head, either or both.
         routing: Who writes where and reads what: positions unless given, `HashedRouting`,
             `ContentRouting`, or another `Router`.
@@ -86,6 +91,7 @@ class SMatAttention(Mixer):
         decay_gate: bool = False,
         decay_scope: str = "all",
         key_gate: bool = False,
+        read_gate: bool = False,
         output_gate: bool = False,
         output_norm: bool = False,
         routing: Router | None = None,
@@ -122,6 +128,12 @@ class SMatAttention(Mixer):
         self.g_proj = linear(num_heads * head_dim, output_gate)
         norm = NormThenGate if output_gate else RMSNorm
         self.norm = norm(head_dim, **made) if output_norm else None
+        if read_gate and isinstance(self.routing, PositionalRouting):
+            raise ValueError("read_gate=True weighs types that a routing chooses; positions do not")
+        logit = MemorySettings.paper().gate_logit
+        self.read_gate = SigmoidGate(hidden_size, num_heads, logit) if read_gate else None
+        if self.read_gate is not None:
+            self.read_gate.to(**made)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False, **made)
         self.reset_parameters()
 
@@ -148,6 +160,8 @@ class SMatAttention(Mixer):
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
         routing, routing_state = self.routing(x, mask, call)
+        if self.read_gate is not None:
+            routing = self._weigh_reads(routing, x if call.queries is None else x[:, call.queries])
         log_decay = None
         if self.a_proj is not None:
             _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
@@ -163,6 +177,15 @@ class SMatAttention(Mixer):
         elif self.norm is not None:
             y = self.norm(y)
         return self.o_proj(y.flatten(-2)), call.cache(conv=conv, state=state, routing=routing_state)
+
+    def _weigh_reads(self, routing: Routing, x: Tensor) -> Routing:
+        assert self.read_gate is not None
+        assert routing.query_type is not None
+        weight = self.read_gate(x)
+        weight = weight.view(*weight.shape, *[1] * (routing.query_type.ndim - weight.ndim))
+        if routing.read_weight is not None:
+            weight = weight * routing.read_weight
+        return routing._replace(read_weight=weight.expand(routing.query_type.shape))
 
     def _mix_apart(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""

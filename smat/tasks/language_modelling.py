@@ -1,4 +1,4 @@
-"""Language modelling on books (Section 4 and appendix on windows): the next token, everywhere."""
+"""Language modelling on books (Section 4 and appendix on excerpts): the next token, everywhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Unit = Literal["bits per byte", "nats", "perplexity"]
 
 @dataclass(frozen=True)
 class LanguageModelling(Task):
-    """Windows of packed books, the next token as the target of each.
+    """Excerpts of packed books, the next token as the target of each.
 
     >>> task = LanguageModelling(seq_len=512, eval_length=1024, bins=(0, 512, 1024))
     >>> task.lengths, task.cells
@@ -29,9 +29,9 @@ class LanguageModelling(Task):
 
     Tokens are read from the folder that SMAT_DATA (or ``smat run --data``) names, and never whole.
     A model that is given `targets` answers with the loss of each in nats, so that no logits of a
-    whole window need be held. `bins` are edges of positions in a window, each bin a cell; none: the
-    window is one cell. Training takes windows in an order shuffled each epoch, the same for all
-    models of a seed; what is evaluated is spread evenly over the split, the same for all seeds.
+    whole excerpt need be held. `bins` are edges of positions in an excerpt, each bin a cell; none:
+    the excerpt is one cell. Training takes excerpts in an order shuffled each epoch, the same for
+    all models of a seed; what is evaluated is spread evenly over the split, the same for all seeds.
     """
 
     tokens: str = "bytes"  # the folder below SMAT_DATA
@@ -41,8 +41,8 @@ class LanguageModelling(Task):
     bins: tuple[int, ...] = ()
     unit: Unit = "bits per byte"
     scored_split: str = "test"
-    num_eval: int = 128  # windows of eval_length, of what there are
-    num_validation: int = 64  # windows of seq_len, while training
+    num_eval: int = 128  # excerpts of eval_length, of what there are
+    num_validation: int = 64  # excerpts of seq_len, while training
     eval_batch_size: int = 1
 
     name: ClassVar[str] = "language_modelling"
@@ -84,10 +84,10 @@ class LanguageModelling(Task):
 
     def train_batch(self, step: int, batch_size: int, seed: int) -> Batch:
         text = self._open("train")
-        count = text.num_windows(self.seq_len)
+        count = text.num_excerpts(self.seq_len)
         places = range(step * batch_size, (step + 1) * batch_size)
-        numbers = [int(window_order(count, seed, at // count)[at % count]) for at in places]
-        return _batch(text.windows(numbers, self.seq_len))
+        numbers = [int(excerpt_order(count, seed, at // count)[at % count]) for at in places]
+        return _batch(text.excerpts(numbers, self.seq_len))
 
     def eval_batches(self, seed: int, split: str = "test") -> Iterator[Batch]:
         check_split(split)
@@ -95,12 +95,12 @@ class LanguageModelling(Task):
         length = self.eval_length if is_scored else self.seq_len
         wanted = self.num_eval if is_scored else self.num_validation
         text = self._open(split)
-        count = text.num_windows(length)
+        count = text.num_excerpts(length)
         wanted = min(wanted, count)
         numbers = [place * count // wanted for place in range(wanted)]
         size = max(1, self.eval_batch_size * self.eval_length // length)
         for at in range(0, wanted, size):
-            yield _batch(text.windows(numbers[at : at + size], length))
+            yield _batch(text.excerpts(numbers[at : at + size], length))
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
         return outputs.mean()
@@ -135,10 +135,10 @@ class LanguageModelling(Task):
         )
         return (
             f"Language modelling on PG-19 in {tokens}: books one behind the other, a token that "
-            f"ends each between them, cut into windows of {self.seq_len} tokens for training and "
+            f"ends each between them, cut into excerpts of {self.seq_len} tokens for training and "
             f"of {self.eval_length} for the {self.scored_split} split, {self.num_eval} of which "
             f"are spread over all of its books. The result is the mean loss over positions, as "
-            f"{self.unit}. Windows may begin in the middle of a book and hold the end of one."
+            f"{self.unit}. Excerpts may begin in the middle of a book and hold the end of one."
         )
 
     def _open(self, split: str) -> TokenSplit:
@@ -146,14 +146,14 @@ class LanguageModelling(Task):
 
 
 @lru_cache(maxsize=2)  # a batch may reach into the next epoch
-def window_order(count: int, seed: int, epoch: int) -> Tensor:
-    """Return the numbers of all windows in the order of an epoch."""
+def excerpt_order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the numbers of all excerpts in the order of an epoch."""
     generator = generator_of("language_modelling", seed, "order", epoch)
     return torch.randperm(count, generator=generator)
 
 
-def _batch(windows: Tensor) -> Batch:
-    """Make a batch of windows (B, T + 1); all rows count, and the model is told their targets."""
-    token_ids, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+def _batch(excerpts: Tensor) -> Batch:
+    """Make a batch of excerpts (B, T + 1); all rows count, and the model is told their targets."""
+    token_ids, targets = excerpts[:, :-1].contiguous(), excerpts[:, 1:].contiguous()
     rows = torch.arange(token_ids.shape[1]).expand_as(token_ids)
     return Batch({"token_ids": token_ids, "targets": targets}, rows, targets)

@@ -26,10 +26,10 @@ def test_bytes_come_back_through_any_shards(books_folder, tmp_path, shard_tokens
         assert bytes(found.read(0, len(found)).tolist()) == text
         assert bytes(found.read(700, 900).tolist()) == text[700:1600]
         assert bytes(found.read(len(text) - 1, 1).tolist()) == b"\0"
-        windows = found.windows([3, 0], 100)
-        assert windows.dtype == torch.long
-        assert bytes(windows[0].tolist()) == text[300:401]
-        assert found.num_windows(100) == (len(text) - 1) // 100
+        excerpts = found.excerpts([3, 0], 100)
+        assert excerpts.dtype == torch.long
+        assert bytes(excerpts[0].tolist()) == text[300:401]
+        assert found.num_excerpts(100) == (len(text) - 1) // 100
         with pytest.raises(ValueError, match=f"1 tokens from {len(text)} on were asked for"):
             found.read(len(text), 1)
     assert check_hashes(tmp_path / "bytes") > 0

@@ -1,4 +1,4 @@
-"""Windows of books: targets, order, bins of positions, units, and what runs rest on."""
+"""Excerpts of books: targets, order, bins of positions, units, and what runs rest on."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 
 from smat.data import open_split
 from smat.tasks import LanguageModelling
-from smat.tasks.language_modelling import window_order
+from smat.tasks.language_modelling import excerpt_order
 
 SMALL = {"seq_len": 64, "eval_length": 256, "bins": (0, 32, 64, 256), "num_eval": 5}
 
@@ -22,7 +22,7 @@ def test_targets_are_the_next_tokens(text):
     task = LanguageModelling(**SMALL)
     batch = task.train_batch(3, 4, seed=1)
     count = (len(text) - 1) // 64
-    numbers = window_order(count, 1, 0)[12:16].tolist()
+    numbers = excerpt_order(count, 1, 0)[12:16].tolist()
     for row, number in enumerate(numbers):
         start = 64 * number
         assert batch.inputs["token_ids"][row].tolist() == text[start : start + 64].tolist()
@@ -31,19 +31,19 @@ def test_targets_are_the_next_tokens(text):
     assert batch.rows.shape == (4, 64)
 
 
-def test_an_epoch_takes_every_window_once_and_the_next_in_another_order(text):
+def test_an_epoch_takes_every_excerpt_once_and_the_next_in_another_order(text):
     task = LanguageModelling(**SMALL)
     count = (len(text) - 1) // 64
     taken = torch.cat(
         [task.train_batch(step, 7, seed=0).inputs["token_ids"] for step in range(count)]
     )
-    windows = text[: 64 * count].view(count, 64)
+    excerpts = text[: 64 * count].view(count, 64)
     for epoch in range(3):
         seen = taken[epoch * count : (epoch + 1) * count]
-        assert torch.equal(seen, windows[window_order(count, 0, epoch)])
-    assert sorted(window_order(count, 0, 1).tolist()) == list(range(count))
-    assert not torch.equal(window_order(count, 0, 0), window_order(count, 0, 1))
-    assert not torch.equal(window_order(count, 0, 0), window_order(count, 1, 0))
+        assert torch.equal(seen, excerpts[excerpt_order(count, 0, epoch)])
+    assert sorted(excerpt_order(count, 0, 1).tolist()) == list(range(count))
+    assert not torch.equal(excerpt_order(count, 0, 0), excerpt_order(count, 0, 1))
+    assert not torch.equal(excerpt_order(count, 0, 0), excerpt_order(count, 1, 0))
 
 
 def test_evaluation_is_spread_over_the_split_and_the_same_for_all_seeds(prepared):
@@ -51,8 +51,8 @@ def test_evaluation_is_spread_over_the_split_and_the_same_for_all_seeds(prepared
     first, again = ([b.targets for b in task.eval_batches(seed)] for seed in (0, 1))
     assert all(map(torch.equal, first, again))
     found = open_split(prepared / "bytes", "test")
-    count = found.num_windows(256)
-    expected = found.windows([place * count // 5 for place in range(5)], 256)
+    count = found.num_excerpts(256)
+    expected = found.excerpts([place * count // 5 for place in range(5)], 256)
     assert torch.equal(torch.cat(first), expected[:, 1:])
     validation = torch.cat([b.targets for b in task.eval_batches(0, "validation")])
     assert validation.shape == (64, 64)
@@ -109,7 +109,7 @@ def test_wrong_tokens_and_short_text_are_refused(prepared, monkeypatch):
         ValueError, match="a vocabulary of 300 tokens, but this run is for one of 9"
     ):
         LanguageModelling("bpe300", 9, unit="nats").source()
-    with pytest.raises(ValueError, match=r"tokens, but a window of 10000000 needs 10000001"):
+    with pytest.raises(ValueError, match=r"tokens, but an excerpt of 10000000 needs 10000001"):
         LanguageModelling(seq_len=10**7).train_batch(0, 1, 0)
     assert LanguageModelling().source() != LanguageModelling("bpe300", 300, unit="nats").source()
     monkeypatch.delenv("SMAT_DATA")
