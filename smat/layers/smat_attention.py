@@ -147,7 +147,8 @@ class SMatAttention(Mixer):
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
-        routing, routing_state = self.routing(x, mask, call)
+        asking = qkv[..., : self.widths[0]] if self.routing.routes_queries else x
+        routing, routing_state = self.routing(asking, mask, call)
         log_decay = None
         if self.a_proj is not None:
             _, log_decay = step_and_log_decay(self.a_proj(x), self.dt_bias, self.A_log)
