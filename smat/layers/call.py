@@ -16,6 +16,7 @@ from smat.ops.feature_maps import FeatureMap
 from smat.ops.smat.routing import Routing
 
 State = TypeVar("State")
+SHORT = 64  # tokens of a sequence for which tables of states do not pay
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,11 @@ class CallInfo:
     inplace: bool = False
     queries: Tensor | None = None  # (R,) where outputs are wanted, or None for all
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call is of whole sequences of one length, after which nothing comes."""
+        return self.real is None and self.cu_seqlens is None and not self.use_cache
 
     @property
     def lengths(self) -> Tensor | None:
@@ -153,13 +159,33 @@ def attend(
     given: dict[str, Any] = {
         "feature_map": feature_map, "normalize": normalize, "decay_scope": decay_scope, **per_token,
     }  # fmt: skip
-    if call.queries is not None:
-        some = smat_attention_at(q, k, v, mask, call.queries, cu_seqlens=call.cu_seqlens, **given)
-        return some, None
+    return attend_from_start(q, k, v, mask, call, call.use_cache, **given)
+
+
+def attend_from_start(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: SMatMask,
+    call: CallInfo,
+    keeps_state: bool = False,
+    feature_map: FeatureMap = "identity",
+    normalize: bool = False,
+    **given: Any,
+) -> tuple[Tensor, SMatState | None]:
+    """Attend from the tokens of a call that begins sequences, or from its queries alone.
+
+    Short sequences are attended to as a few queries are: the mask, written out, has fewer parts.
+    """
+    queries = call.queries
+    given |= {"feature_map": feature_map, "normalize": normalize, "cu_seqlens": call.cu_seqlens}
+    if queries is None and call.length <= SHORT and call.is_whole:
+        queries = torch.arange(call.length, device=call.device)
+    if queries is not None:
+        return smat_attention_at(q, k, v, mask, queries, **given), None
     return smat_attention(
-        q, k, v, mask, attention_mask=call.real, cu_seqlens=call.cu_seqlens,
-        output_final_state=call.use_cache, **given,
-    )  # fmt: skip
+        q, k, v, mask, attention_mask=call.real, output_final_state=keeps_state, **given
+    )
 
 
 def attend_after(
@@ -178,17 +204,16 @@ def with_neighbours(
     k: Tensor,
     v: Tensor,
     mask: SMatMask,
+    call: CallInfo,
     log_decay: Tensor | None = None,
     **given: Any,
 ) -> Tensor:
     """Add to an output what is read of neighbouring bins: 0, with a gradient for the hash alone."""
     log_decay = None if log_decay is None else log_decay.detach()
+    q, k, v = q.detach(), k.detach(), v.detach()
     for each in neighbours:
-        read, _ = smat_attention(
-            q.detach(), k.detach(), v.detach(), mask, feature_map="identity", normalize=False,
-            branch="long_range", log_decay=log_decay, **each._asdict(), **given,
-        )  # fmt: skip
-        out = out + read
+        given |= {"branch": "long_range", "log_decay": log_decay, **each._asdict()}
+        out = out + attend_from_start(q, k, v, mask, call, **given)[0]
     return out
 
 

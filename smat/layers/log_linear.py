@@ -69,6 +69,7 @@ class LogLinearMamba2(Mamba2):
     """
 
     packs_natively = False  # levels count from the start of each sequence
+    reads_at_queries = False
 
     def __init__(
         self,

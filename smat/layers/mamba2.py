@@ -52,6 +52,7 @@ class Mamba2(Mixer):
     """
 
     packs_natively = True
+    reads_at_queries = True
 
     def __init__(
         self,
@@ -138,6 +139,8 @@ class Mamba2(Mixer):
         skip = skip.unflatten(-1, (self.num_heads, self.head_dim))
         step, log_decay = step_and_log_decay(raw_step, self.dt_bias, self.A_log)
         v = (skip * step.unsqueeze(-1)).to(skip.dtype)
+        if call.queries is not None:
+            q, skip, gate = (each[:, call.queries] for each in (q, skip, gate))
         y, states = self.recur(x, q, k, v, step, log_decay, call)
         y = y + self.D.to(y.dtype).unsqueeze(-1) * skip
         out = self.out_proj(self.norm(y.flatten(-2), gate))
@@ -158,7 +161,6 @@ class Mamba2(Mixer):
         given: dict[str, Any] = {"decay_scope": memory.decay_scope, "log_decay": log_decay}
         y, state = attend(q, k, v, read_mask, call, **given, **routing._asdict())
         if call.past is None:
-            given |= {"attention_mask": call.real, "cu_seqlens": call.cu_seqlens}
             neighbours = memory.neighbours(routing, bin_position, mask)
-            y = with_neighbours(y, neighbours, q, k, v, read_mask, **given)
+            y = with_neighbours(y, neighbours, q, k, v, read_mask, call, **given)
         return y, {"state": state, "routing": routing_state}

@@ -159,7 +159,8 @@ class SMatAttention(Mixer):
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
         mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
-        routing, routing_state = self.routing(x, mask, call)
+        asking = qkv[..., : self.widths[0]] if self.routing.routes_queries else x
+        routing, routing_state = self.routing(asking, mask, call)
         if self.read_gate is not None:
             routing = self._weigh_reads(routing, x if call.queries is None else x[:, call.queries])
         log_decay = None

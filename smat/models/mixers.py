@@ -120,7 +120,7 @@ def _mamba2_memory(
     vc_dim: int,
     head_dim: int = 64,
     expand: int = 2,
-    settings: str = "paper",
+    settings: str = "default",
     selector_conv: int = 0,
     selector: str = "top_types",
     **layer: Any,
@@ -139,7 +139,7 @@ def _gated_deltanet_memory(
     *,
     vc_dim: int,
     num_heads: int = 4,
-    settings: str = "paper",
+    settings: str = "default",
     selector_conv: int = 0,
     **layer: Any,
 ) -> layers.Mixer:
@@ -151,7 +151,7 @@ def _gated_deltanet_memory(
 
 
 def _settings(name: str, selector_conv: int) -> layers.MemorySettings:
-    """Return the settings of a memory: "paper" is the arm of every record without a name."""
+    """Return the settings of a memory: "default" learns, "paper" is what the paper's text says."""
     return replace(layers.MemorySettings.named(name), selector_conv=selector_conv)
 
 

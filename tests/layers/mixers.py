@@ -123,6 +123,10 @@ LAYERS = {
     ),
     "smat favor": lambda: smat_layer(feature_map="favor", feature_dim=8, output_norm=True),
     "smat hashed": lambda: smat_layer(routing=hashed(write_lag=1, num_keys=2), conv_size=3),
+    "smat read gate": lambda: smat_layer(
+        routing=hashed(write_lag=1), boundary=WINDOW, read_gate=True, **EVERY_GATE
+    ),
+    "smat weighed reads": lambda: smat_layer(routing=content("top_types"), read_gate=True),
     "smat bucketed": lambda: smat_layer(routing=hashed(point_read=True)),
     "smat content": lambda: smat_layer(routing=content("top_types"), decay_gate=True),
     "smat content hyperplane": lambda: smat_layer(routing=content("own_hyperplane")),

@@ -11,13 +11,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 HEADS, HIDDEN, VOCAB = 2, 8, 16
 
 
-def make_layer():
+def make_layer(**options):
     torch.manual_seed(0)
     mask = SMatMask(32, vc_dim=3, chunk_size=8, field_size=3)
     routing = DirectedRouting(HIDDEN, mask.geometry, vocab_size=VOCAB, num_heads=HEADS, write_lag=1)
     layer = SMatAttention(
-        HIDDEN, num_heads=HEADS, vc_dim=3, horizon=32, chunk_size=8, field_size=3, routing=routing
-    ).double()
+        HIDDEN, num_heads=HEADS, vc_dim=3, horizon=32, chunk_size=8, field_size=3,
+        routing=routing, **options,
+    ).double()  # fmt: skip
     return layer, torch.randn(2, 32, HIDDEN).double(), torch.randint(VOCAB, (2, 32))
 
 
@@ -27,7 +28,8 @@ def test_the_chosen_plane_goes_through_the_own_cell():
     layer.routing.register_forward_hook(lambda module, given, result: seen.append(result[0]))
     layer(x, token_ids=ids)
     geometry = layer.recipe.geometry
-    direction = layer.routing.selector.scorer(x).view(2, 32, HEADS, -1).argmax(-1)
+    queries = layer.qkv_proj(x)[..., :HIDDEN]
+    direction = layer.routing.selector.scorer(queries).view(2, 32, HEADS, -1).argmax(-1)
     cell = TokenHash(VOCAB, HEADS, geometry, 0).profile(ids)
     expected = type_through_cell(geometry, direction, cell)
     assert torch.equal(seen[0].query_type.squeeze(-1), expected)
@@ -55,3 +57,15 @@ def test_rows_alone_and_steps_equal_the_whole():
     for t in range(20, 32):
         out, cache = layer.step(x[:, t], cache, token_ids=ids[:, t])
         torch.testing.assert_close(out, whole[:, t], rtol=1e-10, atol=1e-10)
+
+
+def test_a_direction_sees_the_tokens_that_the_convolution_sees():
+    layer, x, ids = make_layer(conv_size=3)
+    chosen = []
+    layer.routing.register_forward_hook(lambda module, given, result: chosen.append(result[0]))
+    for before in range(4):  # tokens before the asking one that change
+        changed = x.clone()
+        changed[:, 31 - before : 31] = 5 * torch.randn(2, before, HIDDEN).double()
+        layer(changed, token_ids=ids)
+    first, *others = (each.query_type[:, 31] for each in chosen)
+    assert any(not torch.equal(first, each) for each in others)

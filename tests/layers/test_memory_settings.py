@@ -128,11 +128,10 @@ def test_what_does_not_fit_is_refused_at_construction():
         MemorySettings(selector_conv=-1)
 
 
-def test_experiments_keep_to_the_text_unless_they_say_so():
+def test_experiments_learn_unless_they_say_so():
     for mixer in ("mamba2_smat", "gated_deltanet_smat"):
-        plain = MIXERS[mixer](32, MQAR(), vc_dim=3, head_dim=16)
-        assert plain.memory.settings == MemorySettings.paper()
-        learns = MIXERS[mixer](
-            32, MQAR(), vc_dim=3, head_dim=16, settings="default", selector_conv=3
-        )
+        options = {"vc_dim": 3, "head_dim": 16}
+        text = MIXERS[mixer](32, MQAR(), **options, settings="paper")
+        assert text.memory.settings == MemorySettings.paper()
+        learns = MIXERS[mixer](32, MQAR(), **options, selector_conv=3)
         assert learns.memory.settings == dataclasses.replace(MemorySettings(), selector_conv=3)

@@ -1,4 +1,4 @@
-"""SMat-Attention computed at a few positions alone: rows of the whole, gradients included."""
+"""Layers computed at a few positions alone: rows of the whole, gradients included."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from tests.layers.mixers import HIDDEN, LAYERS, extras, make, relative_rms, toke
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
 NAMES = [name for name in LAYERS if name.startswith(("smat", "linear"))]
+NAMES += [name for name in LAYERS if "mamba2" in name and "log-linear" not in name]
 ROWS = torch.tensor([19, 3, 12, 3, 8, 17])
 
 
@@ -21,6 +22,7 @@ def gradients(layer, x, out, probe):
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_those_of_the_whole_with_every_gradient(name):
     layer = make(name)
+    assert layer.reads_at_queries
     x, ids = tokens(2, 20)
     x.requires_grad_()
     some = layer(x, **extras(layer, ids), positions=ROWS)[0]
@@ -34,7 +36,7 @@ def test_rows_are_those_of_the_whole_with_every_gradient(name):
         assert grad is None or relative_rms(grad, expected[key]) < 1e-10, key
 
 
-@pytest.mark.parametrize("name", ["smat", "smat gated", "smat content"])
+@pytest.mark.parametrize("name", ["smat", "smat gated", "smat content", "mamba2", "mamba2 memory"])
 def test_rows_with_padding_packing_and_a_cache(name):
     layer = make(name)
     x, _ = tokens(2, 20)

@@ -89,11 +89,11 @@ def token_rows(
 ) -> dict[str, Arm]:
     """Return Mamba-2, Mamba-2 with a memory in three forms, and a transformer."""
     rows = {"mamba2": _arm("Mamba-2", "mamba2", task, width, num_layers, training, MAMBA2)}
-    one_read = {"selector": "own_hyperplane", "settings": "default"}
+    one_read = {"selector": "own_hyperplane"}
     for suffix, text, memory in (
         ("", "", one_read),
-        ("_four_reads", ", four reads", {"settings": "default"}),
-        ("_paper", ", settings of the paper's text", one_read | {"settings": "paper"}),
+        ("_four_reads", ", four reads", {}),
+        ("_text", ", as the text", one_read | {"settings": "paper"}),
     ):
         for d in (2, 3, 4):
             label, options = f"Mamba-2 + SMat (d = {d}){text}", MAMBA2 | memory | {"vc_dim": d}
@@ -118,7 +118,7 @@ def large_rows(
         rows[name] = _arm(label, name, *sizes, options)
         for suffix, text, settings in (
             ("", "", "default"),
-            ("_paper", ", settings of the paper's text", "paper"),
+            ("_text", ", as the text", "paper"),
         ):
             for d in (2, 3):
                 memory = options | {"vc_dim": d, "settings": settings}
@@ -197,7 +197,7 @@ PG19_300M = Experiment.of_presets(
                     SMALL_RECIPE.changed(steps=1000, batch_size=4, eval_every=125),
                 )
             },
-            arms=("mamba2", "smat_d2", "smat_d3", "smat_d3_four_reads", "smat_d3_paper", "softmax"),
+            arms=("mamba2", "smat_d2", "smat_d3", "smat_d3_four_reads", "smat_d3_text", "softmax"),
         ),
         "paper": Preset(
             "as in the paper: 9,155 steps of 32,768 tokens, but in fp32 (bf16: --precision bf16)",

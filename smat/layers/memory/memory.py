@@ -189,7 +189,8 @@ class Memory(ContentRouting):
         """Route the tokens of a call, with weights times gates: see `ContentRouting.route`."""
         routing, bin_position, state = super().route(x, mask, call)
         assert routing.read_weight is not None
-        weights = {"read_weight": routing.read_weight * self.read_gate(x).unsqueeze(-1)}
+        asking = x if call.queries is None else x[:, call.queries]
+        weights = {"read_weight": routing.read_weight * self.read_gate(asking).unsqueeze(-1)}
         if self.write_gate is not None:
             weights["write_weight"] = routing.write_weight * self.write_gate(x)
         return routing._replace(**weights), bin_position, state

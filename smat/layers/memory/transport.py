@@ -12,16 +12,17 @@ it is SMat-Attention between carried queries and carried keys, to which recent t
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.layers.call import CallInfo, attend_after, with_neighbours
+from smat.layers.call import CallInfo, attend_after, attend_from_start, with_neighbours
 from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
-from smat.ops import SMatState, smat_attention
+from smat.ops import SMatState
 from smat.ops.delta_rule import transport_keys, transport_queries
 from smat.ops.smat.routing import Routing
 
@@ -98,11 +99,11 @@ def read_transported(
         keys = transport_keys(k, beta, log_decay)
         queries = F.pad(queries, (0, 0, 0, 0, num_distant, 0))
         keys = F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant))
-        read, tables = smat_attention(
-            queries, keys, tokens.v, mask, feature_map="identity", normalize=False,
-            branch="long_range", output_final_state=call.use_cache, **routing._asdict(),
-        )  # fmt: skip
-        read = with_neighbours(read, neighbours, queries, keys, tokens.v, mask)
+        given = (queries, keys, tokens.v, mask, replace(call, real=None))  # padding is closed
+        read, tables = attend_from_start(
+            *given, call.use_cache, branch="long_range", **routing._asdict()
+        )
+        read = with_neighbours(read, neighbours, *given)
         out = call.close(read)
     if not call.use_cache:
         return out, None

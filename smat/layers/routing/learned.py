@@ -131,7 +131,9 @@ class LearnedRouting(nn.Module):
             behind = [0, length - num_writers]
             address = [F.pad(x, [0, 0] * (x.ndim - 2) + behind) for x in address]
         profile, ste_weight, bin_position = address
-        if self.selector_conv is not None:
+        if self.kind.needs_own_profile:  # a direction comes from what the point comes from
+            hidden = write_input
+        elif self.selector_conv is not None:
             hidden = _after(self.selector_conv, hidden, state, first_visible)
         reads = self.selectors[key](hidden[:, queries], profile[:, queries])
         return reads._replace(profile=profile, write_weight=ste_weight), bin_position
@@ -253,12 +255,10 @@ def balance_loss(bin_position: Tensor, field_size: int, counted: Tensor | None =
 
 
 def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:
-    """Return beta_bal at a training step: it falls linearly to 0 and stays there.
+    """Return beta_bal at a training step: it falls linearly to 0, or never in 0 steps.
 
     >>> [balance_weight(step) for step in (0, 500, 1000, 5000)]
     [0.01, 0.005, 0.0, 0.0]
-
-    `anneal_steps=0` keeps the weight for ever.
     """
     if step < 0 or anneal_steps < 0:
         raise ValueError(f"steps must not be negative, got {step} and {anneal_steps}")

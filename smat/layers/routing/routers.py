@@ -23,6 +23,7 @@ class Router(nn.Module):
     """What a layer asks of a routing module."""
 
     extra_inputs: tuple[str, ...] = ()  # what it takes of a layer's arguments
+    routes_queries = False  # whether it is given a layer's queries instead of the layer's input
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read."""
@@ -126,9 +127,13 @@ class DirectedRouting(HashedRouting):
 
     >>> DirectedRouting(8, Geometry(3, 5), vocab_size=16, num_heads=2).selector.num_scores()
     6
+
+    The map reads the layer's queries of all heads, `hidden_size` in all, behind the convolution: so
+    it sees the keys that a request names before its own token, where the layer's input does not.
     """
 
     extra_inputs = ("token_ids",)
+    routes_queries = True
 
     def __init__(
         self,

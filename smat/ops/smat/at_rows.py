@@ -60,10 +60,10 @@ def attend_few(
             weights = weights * (distant if options.branch == "long_range" else ~distant)
         if write_weight is not None:
             weights = torch.where(distant, weights * _per_key(write_weight, wide), weights)
-        if log_decay is not None:
+        keeps = options.decay_scope == "recurrent"  # what is distant
+        if log_decay is not None and not (keeps and options.branch == "long_range"):
             left = _decay(log_decay, positions, wide)
-            keeps = distant & (options.decay_scope == "recurrent")
-            weights = weights * torch.where(keeps, 1, left)
+            weights = weights * torch.where(distant & keeps, 1, left)
         if key_gate is not None:
             weights = weights * _per_key(key_gate, wide)
         phi, psi = (_map(options.feature_map, x.to(wide)) for x in (q, k))
