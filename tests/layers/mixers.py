@@ -126,7 +126,7 @@ LAYERS = {
     "smat read gate": lambda: smat_layer(
         routing=hashed(write_lag=1), boundary=WINDOW, read_gate=True, **EVERY_GATE
     ),
-    "smat weighed reads": lambda: smat_layer(routing=content("top_types"), read_gate=True),
+    "smat content weighed": lambda: smat_layer(routing=content("top_types"), read_gate=True),
     "smat bucketed": lambda: smat_layer(routing=hashed(point_read=True)),
     "smat content": lambda: smat_layer(routing=content("top_types"), decay_gate=True),
     "smat content hyperplane": lambda: smat_layer(routing=content("own_hyperplane")),

@@ -205,3 +205,27 @@ def test_distant_keys_decay_only_if_the_scope_says_so():
     assert change["recurrent"].abs().max() > 1e-3
     with pytest.raises(ValueError, match="decay_scope must be one of all, recurrent, got 'none'"):
         smat.SMatAttention(12, num_heads=2, decay_scope="none")
+
+
+def test_a_read_gate_weighs_the_distant_past_alone():
+    torch.manual_seed(0)
+    options = {"num_heads": 2, "vc_dim": 2, "horizon": 32, "chunk_size": 8}
+    routing = HashedRouting(7, 2, write_lag=1)
+    plain, gated = (
+        SMatAttention(12, routing=routing, read_gate=gate, **options) for gate in (False, True)
+    )
+    gated.load_state_dict(plain.state_dict(), strict=False)
+    x, ids = torch.randn(1, 32, 12, requires_grad=True), torch.randint(7, (1, 32))
+    assert torch.allclose(gated.read_gate(torch.zeros(1, 12)), torch.tensor(0.1), atol=1e-3)
+    torch.nn.init.zeros_(gated.read_gate.linear.weight)
+    torch.nn.init.constant_(gated.read_gate.linear.bias, 40.0)
+    torch.testing.assert_close(gated(x, token_ids=ids)[0], plain(x, token_ids=ids)[0])
+    torch.nn.init.constant_(gated.read_gate.linear.bias, -200.0)
+    (seen,) = torch.autograd.grad(gated(x, token_ids=ids)[0][:, 16:].sum(), x)
+    assert (seen[:, :16] == 0).all()
+    assert (seen[:, 16:] != 0).all()
+
+
+def test_positions_choose_no_types_to_weigh():
+    with pytest.raises(ValueError, match="read_gate=True weighs types that a routing chooses"):
+        SMatAttention(12, num_heads=2, horizon=32, read_gate=True)
