@@ -41,7 +41,9 @@ class MemorySettings:
         "average" starts with equal taps instead, which did for one key only; "random" is torch's
         draw. The paper names none. Selectors that read by the query's own hash keep the draw.
     selector_conv: the width of a short convolution before the scorer, 0 for none (the paper's): in
-        a one-layer model the scorer sees the last key alone otherwise.
+        a one-layer model the scorer sees the last key alone otherwise. It starts as a sum (started
+        as the own token, an average or a draw it left no plateau for two keys or more), so make it
+        as wide as a request: tokens beside it are noise.
     """
 
     memory_decay: MemoryDecay = "none"

@@ -97,8 +97,7 @@ class LearnedRouting(nn.Module):
             return
         start_taps_(self.conv.weight, self.router_init)
         if self.selector_conv is not None:
-            nn.init.zeros_(self.selector_conv.weight)
-            nn.init.ones_(self.selector_conv.weight[:, -1])
+            nn.init.ones_(self.selector_conv.weight)  # all keys that a request names, alike
         scale = AVERAGE_SCALE if self.router_init == "average" else 1.0
         for key, selector in self.selectors.items():
             hashed = self.projections[key]
