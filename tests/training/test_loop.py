@@ -110,7 +110,10 @@ def test_time_spent_before_an_interruption_counts(tmp_path):
         fit(tmp_path, task=slow, should_stop=stop_after(30))
     before = load_checkpoint(tmp_path)[0]["seconds"]
     assert before > 30 * 0.02
-    assert fit(tmp_path)["minutes"] * 60 > before
+    result = fit(tmp_path)
+    assert result["minutes"] * 60 > before
+    tokens = 40 * 8 * TASK.length  # those before the interruption too
+    assert result["tokens_per_second"] * result["minutes"] * 60 == pytest.approx(tokens)
 
 
 def test_checkpoints_come_by_the_clock(tmp_path, monkeypatch):

@@ -45,7 +45,7 @@ RECIPE = TrainingConfig(
     schedule="cosine", warmup_steps=300,
 )  # fmt: skip
 BYTES_RECIPE = RECIPE.changed(steps=10_000, batch_size=8, learning_rate=1e-3)
-SMALL_RECIPE = RECIPE.changed(steps=2000, batch_size=8, learning_rate=3e-3, warmup_steps=100)
+SMALL_RECIPE = RECIPE.changed(steps=1800, batch_size=8, learning_rate=3e-3, warmup_steps=100)
 MAMBA2: dict[str, Any] = {"state_dim": 64, "head_dim": 64, "expand": 2}
 
 
@@ -160,10 +160,10 @@ PG19_BYTES = Experiment.of_presets(
             arms=("kept", "window_4"),
         ),
         "standard": Preset(
-            "two layers of width 128 trained at T = 512 for 2,000 steps, evaluated up to 4096",
+            "two layers of width 128 trained at T = 512 for 1,800 steps, evaluated up to 4096",
             byte_rows(
-                byte_task(512, num_eval=256, eval_batch_size=2), 128, 2,
-                SMALL_RECIPE.changed(eval_every=250),
+                byte_task(512, num_eval=128, eval_batch_size=2), 128, 2,
+                SMALL_RECIPE.changed(eval_every=300),
             ),
         ),
         "paper": Preset(
@@ -174,7 +174,7 @@ PG19_BYTES = Experiment.of_presets(
     },
     describe=BYTES_DESCRIBE,
 )  # fmt: skip
-SMALL_TOKENS = token_task(1024, 4096, unit="perplexity", num_eval=256, eval_batch_size=4)
+SMALL_TOKENS = token_task(1024, 4096, unit="perplexity", num_eval=128, eval_batch_size=4)
 QUICK_TOKENS = token_task(256, 4096, unit="perplexity", num_eval=32, eval_batch_size=4)
 QUICK_RECIPE = SMALL_RECIPE.changed(steps=50, batch_size=4, warmup_steps=10)
 PG19_300M = Experiment.of_presets(
@@ -190,11 +190,11 @@ PG19_300M = Experiment.of_presets(
             arms=("mamba2", "smat_d2"),
         ),
         "standard": Preset(
-            "4,096 tokens instead of 50,257, four layers of width 128 at T = 1024, 1,000 steps",
+            "4,096 tokens instead of 50,257, two layers of width 128 at T = 1024, 800 steps",
             {
                 "all": token_rows(
-                    SMALL_TOKENS, 128, 4,
-                    SMALL_RECIPE.changed(steps=1000, batch_size=4, eval_every=125),
+                    SMALL_TOKENS, 128, 2,
+                    SMALL_RECIPE.changed(steps=800, batch_size=4, eval_every=200),
                 )
             },
             arms=("mamba2", "smat_d2", "smat_d3", "smat_d3_four_reads", "smat_d3_text", "softmax"),
@@ -225,11 +225,11 @@ PG19_750M = Experiment.of_presets(
             arms=("gated_deltanet", "gated_deltanet_smat_d2"),
         ),
         "standard": Preset(
-            "4,096 tokens instead of 50,257, four layers of width 128 at T = 1024, 1,000 steps",
+            "4,096 tokens instead of 50,257, two layers of width 128 at T = 1024, 800 steps",
             {
                 "all": large_rows(
-                    SMALL_TOKENS, 128, 4,
-                    SMALL_RECIPE.changed(steps=1000, batch_size=4, eval_every=125),
+                    SMALL_TOKENS, 128, 2,
+                    SMALL_RECIPE.changed(steps=800, batch_size=4, eval_every=200),
                 )
             },
             arms=("gated_deltanet", "gated_deltanet_smat_d2", "gated_deltanet_smat_d3"),
