@@ -3,9 +3,9 @@
     python examples/byte_model.py                      # learns the sources of this library
     python examples/byte_model.py novel.txt --prompt "It was" --steps 1000
 
-Every layer is a Mamba-2 with a memory of its distant past (VC dimension 3) under a stepped window:
-a byte sees the last bytes through the recurrence and everything older through four hyperplanes of
-its own choice. Nothing in the model knows a longest length: it writes on for as long as you like.
+Every layer is linear attention whose recent keys decay, under a mask of VC dimension 2 with a
+stepped window: a byte sees the last bytes as they are, and of everything older what once followed
+bytes like itself. Nothing in the model knows a longest length: it writes on for ever.
 """
 
 from __future__ import annotations
@@ -20,27 +20,33 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import smat
-from smat.layers import MixerCache, sum_balance_losses
-
-BALANCE = 0.01  # keeps the memory's addresses spread, see `smat.layers.balance_weight`
+from smat.layers import HashedRouting, MixerCache
 
 
 class Block(nn.Module):
-    """h + mixer(norm(h))."""
+    """h + mixer(norm(h)), then h + MLP(norm(h))."""
 
     def __init__(self, width: int, window: int) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(width)
-        self.mixer = smat.Mamba2.with_memory(
-            width, vc_dim=3, horizon=8 * window, boundary=smat.schedules.window(window),
-            head_dim=32, state_dim=32,
+        # A byte is filed under a hash of the byte before it, and reads what is filed under its own.
+        self.mixer = smat.SMatAttention(
+            width, num_heads=4, vc_dim=2, horizon=4 * window,
+            boundary=smat.schedules.window(window), routing=HashedRouting(256, 4, write_lag=1),
+            decay_gate=True, decay_scope="recurrent", read_gate=True, output_gate=True,
+            output_norm=True, conv_size=4,
         )  # fmt: skip
+        self.mlp = nn.Sequential(
+            nn.RMSNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(
-        self, x: Tensor, cache: MixerCache | None = None, use_cache: bool = False
+        self, x: Tensor, ids: Tensor, cache: MixerCache | None = None, use_cache: bool = False
     ) -> tuple[Tensor, MixerCache | None]:
-        mixed, _, cache = self.mixer(self.norm(x), None, cache, use_cache, inplace=True)
-        return x + mixed, cache
+        normed = self.norm(x)
+        mixed, _, cache = self.mixer(normed, None, cache, use_cache, inplace=True, token_ids=ids)
+        x = x + mixed
+        return x + self.mlp(x), cache
 
 
 class ByteModel(nn.Module):
@@ -59,7 +65,7 @@ class ByteModel(nn.Module):
         """Return logits (B, T, 256), and a cache a layer to go on from if it is asked for."""
         x, after = self.bytes(ids), []
         for block, cache in zip(self.blocks, caches or [None] * len(self.blocks), strict=True):
-            x, cache = block(x, cache, use_cache)
+            x, cache = block(x, ids, cache, use_cache)
             after.append(cache)
         return self.norm(x) @ self.bytes.weight.T, after
 
@@ -97,19 +103,14 @@ def draw(text: Tensor, count: int, length: int) -> Tensor:
     return text[starts + torch.arange(length + 1)].long()
 
 
-def arguments(words: list[str] | None, **defaults: int) -> argparse.Namespace:
+def arguments(words: list[str] | None) -> argparse.Namespace:
     """Read the command line, which the Lightning example shares."""
     parser = argparse.ArgumentParser(description="Train a byte model on a text, and let it write.")
     parser.add_argument("text", nargs="?", type=Path, help="a text file (this library's sources)")
     parser.add_argument("--prompt", default="def ", help="what the model goes on from")
-    for name, value in {
-        "steps": 500,
-        "length": 256,
-        "batch": 8,
-        "width": 128,
-        "write": 400,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=defaults.get(name, value))
+    sizes = {"steps": 500, "length": 256, "batch": 8, "width": 128, "write": 400}
+    for name, value in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--out", type=Path, default=Path("out/byte-model"))
     return parser.parse_args(words)
 
@@ -127,9 +128,8 @@ def main(words: list[str] | None = None) -> None:
     start = time.monotonic()
     for step in range(1, chosen.steps + 1):
         loss = model.loss(draw(train, chosen.batch, chosen.length))
-        balance = sum_balance_losses(model)
         optimizer.zero_grad()
-        (loss if balance is None else loss + BALANCE * balance).backward()
+        loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

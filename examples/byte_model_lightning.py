@@ -11,12 +11,10 @@ import math
 
 import lightning
 import torch
-from byte_model import BALANCE, ByteModel, arguments, draw, read_text
+from byte_model import ByteModel, arguments, draw, read_text
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-
-from smat.layers import sum_balance_losses
 
 
 class Windows(IterableDataset):
@@ -41,8 +39,7 @@ class LightningByteModel(lightning.LightningModule):
     def training_step(self, windows: Tensor) -> Tensor:
         loss = self.model.loss(windows)
         self.log("bits_per_byte", loss / math.log(2), prog_bar=True)
-        balance = sum_balance_losses(self.model)
-        return loss if balance is None else loss + BALANCE * balance
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=2e-3, weight_decay=0.1)

@@ -27,6 +27,7 @@ def test_a_record_says_what_is_to_be_known(store):
     assert set(record) == {
         "version", "key", "run", "accuracy", "by_cell", "loss", "curve", "controls", "parameters",
         "minutes", "steps_per_second", "hardware", "commit", "finished",
+        "unit", "source",
     }  # fmt: skip
     assert record["controls"] == {"chance": 50.0}
     assert {"cpu", "cores", "torch", "device"} <= set(record["hardware"])
