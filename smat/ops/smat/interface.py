@@ -106,14 +106,13 @@ def smat_attention(
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
     if positions is not None and padding is None:
         reads = _reads_at(routing, positions)
-        rows = q.to(torch.promote_types(q.dtype, torch.float32))[:, positions]  # sums are wide
-        out = _attend(rows, k, v, gates, reads, positions, cu_seqlens, options)
+        out = _attend(_rows(q, positions), k, v, gates, reads, positions, cu_seqlens, options)
     else:
         out = _attend(q, k, v, gates, routing, None, cu_seqlens, options)
-    out = out.to(dtype)
     if padding is not None:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]
+    out = out.to(dtype)
     if not output_final_state:
         return out, None
     state = SMatState.after(
@@ -226,11 +225,16 @@ def one_per_head(
     return q, k, v, Gates(log_decay, key_gate), routing
 
 
+def _rows(x: Tensor, positions: Tensor) -> Tensor:
+    """Take rows of (B, T, ...), widened: the gradients of a repeated one are added up in fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))[:, positions]
+
+
 def _reads_at(routing: Routing, positions: Tensor) -> Routing:
     types, weight = routing.query_type, routing.read_weight
     return routing._replace(
         query_type=None if types is None else types[:, positions],
-        read_weight=None if weight is None else weight[:, positions],
+        read_weight=None if weight is None else _rows(weight, positions),
     )
 
 
