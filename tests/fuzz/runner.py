@@ -11,8 +11,9 @@ from pathlib import Path
 import smat
 from tests.fuzz.attention import attention
 from tests.fuzz.choices import Case, Choices, shrink
+from tests.fuzz.damage import damaged
 from tests.fuzz.malformed import malformed
-from tests.fuzz.states import damaged, layers, states
+from tests.fuzz.states import layers, states
 
 KINDS: dict[str, Case] = {
     case.__name__: case for case in (attention, states, layers, malformed, damaged)

@@ -56,6 +56,15 @@ def test_foreign_objects_are_refused_by_their_type(name):
         layer(x[..., 1:], **extras(layer, ids))
 
 
+@each_layer
+def test_every_tensor_is_on_the_device_of_the_layer(name):
+    layer, (x, ids) = make(name), tokens(1, 5)
+    given = {"hidden_states": x, "positions": torch.tensor([1, 4]), **extras(layer, ids)}
+    for argument, value in given.items():
+        with pytest.raises(ValueError, match=f"{argument} must be on cpu as .*, got meta"):
+            layer(**given | {argument: value.to("meta")})
+
+
 def test_an_empty_packing_is_refused():
     x, _ = tokens(1, 5)
     with pytest.raises(ValueError, match=r"cu_seqlens.*\[\]"):

@@ -8,6 +8,7 @@ from torch import Tensor
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
+from smat.ops.linear.chunks import repeat_heads
 from smat.ops.smat import arguments as check
 from smat.ops.smat.at_rows import attend_few, is_few
 from smat.ops.smat.decode import SMatState
@@ -87,7 +88,7 @@ def smat_attention(
     routing = Routing(profile, query_type, write_weight, read_weight)
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend)
     if positions is not None:
-        check.check_positions(positions, k.shape[1])
+        check.check_positions(positions, k)
         positions = positions.long()
     if cu_seqlens is not None:
         check.check_packing(cu_seqlens, q)
@@ -154,7 +155,7 @@ def smat_attention_at(
     gates, routing = sort_per_token("smat_attention_at", per_token)
     check.check_tensor("positions", positions, "integers")
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend, positions.numel())
-    check.check_positions(positions, k.shape[1])
+    check.check_positions(positions, k)
     if cu_seqlens is not None:
         check.check_packing(cu_seqlens, q)
     else:
@@ -213,12 +214,10 @@ def one_per_head(
     key_gate = gates.key_gate
     if v.shape[2] > k.shape[2]:
         if key_gate is not None and key_gate.shape[2] > k.shape[2]:
-            q, k = (check.repeat_heads(x, num_heads) for x in (q, k))
-        per_value = tuple(check.repeat_heads(x, num_heads) for x in per_value)
+            q, k = (repeat_heads(x, num_heads) for x in (q, k))
+        per_value = tuple(repeat_heads(x, num_heads) for x in per_value)
     elif any(x is not None and x.shape[2] != k.shape[2] for x in (key_gate, *per_value)):
-        k, v, key_gate, *rest = (
-            check.repeat_heads(x, num_heads) for x in (k, v, key_gate, *per_value)
-        )
+        k, v, key_gate, *rest = (repeat_heads(x, num_heads) for x in (k, v, key_gate, *per_value))
         per_value = tuple(rest)
     log_decay, write_weight, profile = per_value
     routing = routing._replace(write_weight=write_weight, profile=profile)

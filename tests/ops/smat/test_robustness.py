@@ -112,8 +112,8 @@ BAD = {
         {"cu_seqlens": torch.tensor([0, 64], device="meta")}, ValueError, "batch of 1|meta",
     ),
     "heads before time": (
-        {name: torch.zeros(2, 2, 64, 4, dtype=torch.float64) for name in "qkv"},
-        ValueError, "transpose the time and the heads",
+        {name: torch.zeros(2, 65, 64, 4, dtype=torch.float64) for name in "qkv"},
+        ValueError, "65",
     ),
     "no heads": (
         {name: torch.zeros(2, 64, 0, 4, dtype=torch.float64) for name in "qkv"},
@@ -139,6 +139,15 @@ def test_what_does_not_fit_is_refused_with_the_callers_words(name):
     given = {"mask": MASK, **make_inputs(64), **change}
     with pytest.raises(error, match=message):
         smat.smat_attention(**given)
+
+
+def test_as_many_heads_as_the_mask_has_tokens_are_doubted_but_taken():
+    """A prompt of 3 tokens of 64 heads is valid; it may also be 64 tokens of 3 heads."""
+    inputs = make_inputs(3, heads=64)
+    with pytest.warns(smat.SMatWarning, match=r"\(2, 3, 64, 4\).*3 tokens of 64 heads.*transpose"):
+        out, state = smat.smat_attention(mask=MASK, **inputs, output_final_state=True)
+    assert relative_rms(out, smat.reference_attention(mask=MASK, **inputs)) <= 1e-12
+    assert state.positions == [3, 3]
 
 
 def test_no_edges_and_no_batch():
