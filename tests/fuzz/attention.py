@@ -37,8 +37,9 @@ def draw_boundary(choices, seq_len):
     kind = choices.pick("boundary", ["default", "none", "kept", "rebuilt", "doubling", "window"])
     if kind == "kept":
         return smat.schedules.kept(choices.pick("kept", range(seq_len + 1)))
-    if kind == "window":
-        return smat.schedules.window(choices.pick("window", [1, 2, 5, 8, 16, 30]))
+    if kind == "window":  # every step costs a tabulation
+        steps = [step for step in (1, 2, 5, 8, 16, 30) if seq_len <= 40 * step]
+        return smat.schedules.window(choices.pick("window", steps))
     return None if kind == "default" else getattr(smat.schedules, kind)()
 
 

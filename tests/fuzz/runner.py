@@ -43,18 +43,18 @@ def run_case(case: Case, choices: Choices) -> None:
 
 @contextmanager
 def limited(seconds):
-    """Raise TimeoutError in what takes longer."""
+    """Raise TimeoutError in what takes longer, of the processor's time."""
 
     def stop(*_):
         raise TimeoutError(f"no answer within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @dataclass

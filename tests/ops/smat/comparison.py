@@ -156,12 +156,17 @@ def attend_at(inputs, mask, positions, **options):
 def attend_densely(inputs, mask, feature_map="elu", **options):
     """Run the oracle in fp64 on the same numbers; return its output and its gradients.
 
-    A map that is applied before the op is applied in the caller's dtype: its value is what the op
-    is given, and a gradient that all but cancels keeps no more digits than that has.
+    What a caller's own map makes of q and k is rounded to the dtype that it computes in. That is
+    what the op is given, so the oracle has the same numbers, and the exact derivative.
     """
-    own, given = leaves(inputs, torch.float64), inputs["q"].dtype
-    own_map = Favor() if feature_map == "favor" else feature_map
-    features = (lambda x: own_map(x.to(given)).double()) if callable(own_map) else own_map
+    own, dtype = leaves(inputs, torch.float64), inputs["q"].dtype
+
+    def rounded(x):
+        exact = feature_map(x)
+        return exact + (feature_map(x.to(dtype)) - exact).detach()
+
+    known = Favor() if feature_map == "favor" else feature_map
+    features = rounded if callable(feature_map) else known
     out = smat.reference_attention(mask=mask, feature_map=features, **own, **options)
     return out.detach(), gradients(out, own)
 
