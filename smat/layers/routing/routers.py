@@ -243,12 +243,13 @@ def neighbour_routings(
 
 def _per_token(name: str, call: CallInfo, *heads: int) -> Tensor:
     """Take an argument of a call, and refuse it unless it is integers (B, T), or (B, T, heads)."""
-    x: Any = call.extras.get(name)
-    shape = call.batch, call.length, *heads
-    check_tensor(name, x, "integers")
-    if tuple(x.shape) != shape:
-        raise ValueError(f"hashed routing needs {name} of shape {shape}, got {tuple(x.shape)}")
-    return cast(Tensor, x)
+    x, shape = call.extras.get(name), (call.batch, call.length, *heads)
+    if x is not None:
+        check_tensor(name, x, "integers")
+        if tuple(x.shape) == shape:
+            return cast(Tensor, x)
+    found = None if x is None else tuple(x.shape)
+    raise ValueError(f"hashed routing needs {name} of shape {shape}, got {found}")
 
 
 def _queries(call: CallInfo) -> slice | Tensor:

@@ -1,4 +1,4 @@
-"""Gradients of gates in fp32 against the dense form: strong gates lose no digits, nor does a sum."""
+"""Gradients of gates in fp32 against the dense form: they keep their digits, sums too."""
 
 import pytest
 import torch
