@@ -46,7 +46,7 @@ def saved_and_loaded(state, feature_map):
 
 def draw_sequence(choices):
     """Draw a mask, tensors and options for a state."""
-    seq_len, batch = choices.pick("seq_len", range(3, 100)), choices.pick("batch", [1, 2, 3])
+    seq_len, batch = choices.pick("seq_len", range(3, 70)), choices.pick("batch", [1, 2, 3])
     mask = draw_mask(choices, seq_len)
     dtype = getattr(torch, choices.pick("dtype", ["float64", *DTYPES]))
     options = draw_options(choices)
