@@ -164,11 +164,19 @@ def test_a_state_takes_no_mask_of_another_length():
 
 
 @pytest.mark.parametrize(
-    "gates", [{"log_decay": -10.0}, {"log_decay": -80.0}, {"key_gate": 1e-40}, {"key_gate": 1e-43}]
+    "gates",
+    [
+        {"log_decay": [-10.0, -10.0]},
+        {"log_decay": [-80.0, -80.0]},
+        {"key_gate": [1e-40, 1e-40]},
+        {"key_gate": [1e-43, 1e-43]},
+        {"log_decay": [-90.0, -90.0], "key_gate": [1e10, 0.0]},  # a gate itself is subnormal
+    ],
 )
 def test_steps_equal_prefill_where_weights_are_all_but_gone(gates):
     inputs = make_inputs(40, batch=1, dtype=torch.float32)
-    inputs |= {name: torch.full((1, 40, 2), value) for name, value in gates.items()}
+    for name, two in gates.items():
+        inputs[name] = torch.tensor(two).repeat(20).view(1, 40, 1).expand(1, 40, 2)
     mask = smat.SMatMask(40, 2, 8)
     whole, _ = smat.smat_attention(mask=mask, **inputs)
     found, _ = decode(empty_for(mask, inputs), inputs)
