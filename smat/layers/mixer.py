@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smat.layers.call import CallInfo, MixerCache
 from smat.machine import guard_bfloat16
-from smat.ops.smat.arguments import check_padding, check_positions, check_tensor
+from smat.ops.smat.arguments import check_device, check_padding, check_positions, check_tensor
 from smat.ops.smat.padding import Padding
 
 
@@ -62,7 +62,7 @@ class Mixer(nn.Module, ABC):
         if is_narrow and hidden_states.device.type == "cpu":
             guard_bfloat16()
         if positions is not None:
-            check_positions(positions, hidden_states.shape[1])
+            check_positions(positions, hidden_states)
         if cu_seqlens is not None and not self.packs_natively:
             out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
             return out if positions is None else out[:, positions], None, cache
@@ -153,9 +153,10 @@ class Mixer(nn.Module, ABC):
             raise ValueError(f"hidden_states must be {wanted}, got {shape}")
         check_tensor("hidden_states", hidden_states, "floating-point")
         own = next(self.parameters()).device
-        for argument, x in (("hidden_states", hidden_states), ("cu_seqlens", cu_seqlens)):
-            if x is not None and x.device != own:
-                raise ValueError(f"{argument} must be on {own} as the layer is, got {x.device}")
+        tensors = {"hidden_states": hidden_states, "cu_seqlens": cu_seqlens, **extras}
+        for argument, each in tensors.items():
+            if isinstance(each, Tensor):
+                check_device(argument, each, own, "the layer is")
         if attention_mask is not None:
             wide = tuple(attention_mask.shape)
             if len(wide) != 2 or wide[1] < shape[1]:
