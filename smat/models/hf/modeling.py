@@ -211,7 +211,8 @@ class SMatForCausalLM(SMatPreTrainedModel, GenerationMixin):
             balance = sum_balance_losses(self) if self.training else None
             loss = self._loss(hidden, shifted, balance, kwargs.get("num_items_in_batch"))
         if shifted is None or logits_to_keep is not None:
-            logits = self.lm_head(slice_logits_to_keep(hidden, logits_to_keep or 0))
+            wanted = 0 if logits_to_keep is None else logits_to_keep
+            logits = self.lm_head(slice_logits_to_keep(hidden, wanted))
         return SMatCausalLMOutput(
             loss, logits, outputs.past_key_values, outputs.hidden_states, balance_loss=balance
         )
