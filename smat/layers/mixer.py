@@ -130,7 +130,9 @@ class Mixer(nn.Module, ABC):
 
     def _place(self) -> int:
         if self.layer_idx is None:
-            raise ValueError(f"{type(self).__name__} shares a cache, but was made without layer_idx")
+            raise ValueError(
+                f"{type(self).__name__} shares a cache, but was made without layer_idx"
+            )
         return self.layer_idx
 
     def _mix_unpacked(

@@ -130,9 +130,7 @@ def _smat(
         "hashed": lambda: layers.HashedRouting(
             task.vocab_size, num_heads, write_lag=1, seed=hash_seed() if seed is None else seed
         ),
-        "content": lambda: layers.ContentRouting(
-            layers.LearnedRouting(width, num_heads, geometry)
-        ),
+        "content": lambda: layers.ContentRouting(layers.LearnedRouting(width, num_heads, geometry)),
     }
     if routing not in routings:
         raise ValueError(f"routing must be one of {', '.join(routings)}, got {routing!r}")

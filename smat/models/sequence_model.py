@@ -89,4 +89,3 @@ class SequenceModel(nn.Module):
     def balance_loss(self) -> Tensor | None:
         """Return the balance losses of the last call, or None if no layer has one."""
         return sum_balance_losses(self)
-

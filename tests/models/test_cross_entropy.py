@@ -39,7 +39,9 @@ def test_value_and_gradients_are_those_of_torch(tile, dtype, close, monkeypatch)
 
 def test_gradients_agree_with_differences():
     hidden, weight, labels = draw(tokens=4)
-    assert torch.autograd.gradcheck(lambda x, w: summed_cross_entropy(x, w, labels), (hidden, weight))
+    assert torch.autograd.gradcheck(
+        lambda x, w: summed_cross_entropy(x, w, labels), (hidden, weight)
+    )
 
 
 def test_labels_that_all_count_for_nothing_cost_nothing():

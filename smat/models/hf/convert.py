@@ -141,7 +141,9 @@ def convert_gated_deltanet(
         layer_idx=theirs.layer_idx,
     )  # fmt: skip
     weights = {name.replace("o_norm.", "norm."): x for name, x in layer.state_dict().items()}
-    parts = [[weights.pop(f"{each}_{kind}.weight") for each in "qkv"] for kind in ("proj", "conv1d")]
+    parts = [
+        [weights.pop(f"{each}_{kind}.weight") for each in "qkv"] for kind in ("proj", "conv1d")
+    ]
     weights["qkv_proj.weight"], conv = (torch.cat(each) for each in parts)
     weights["conv.weight"] = conv.squeeze(1)
     ours.load_state_dict(weights, strict=memory is None)

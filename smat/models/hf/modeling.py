@@ -44,13 +44,15 @@ class SMatLayer(GradientCheckpointingLayer, Block):
         use_cache: bool = False,
         cu_seqlens: Tensor | None = None,
         **inputs: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return hidden states, and the balance loss of a learned routing while training."""
         mixed, _, _ = self.mixer(
             self.norm(hidden_states), attention_mask, past_key_values,
             use_cache and past_key_values is not None, cu_seqlens=cu_seqlens,
             **self.extras_of(inputs),
         )  # fmt: skip
-        return self.finish(hidden_states, mixed)
+        balance = sum_balance_losses(self.mixer) if self.training else None
+        return self.finish(hidden_states, mixed), balance
 
 
 class SMatPreTrainedModel(PreTrainedModel):
@@ -94,6 +96,13 @@ def _drawn_whole(module: nn.Module) -> list[nn.Module]:
     return [each for child in module.children() for each in _drawn_whole(child)]
 
 
+@dataclass
+class SMatModelOutput(BaseModelOutputWithPast):
+    """What a call of the base model returns."""
+
+    balance_loss: Tensor | None = None
+
+
 class SMatModel(SMatPreTrainedModel):
     """Token embedding, layers, norm.
 
@@ -121,7 +130,7 @@ class SMatModel(SMatPreTrainedModel):
         use_cache: bool | None = None,
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> SMatModelOutput:
         """Take tokens (B, T) in, after those of a cache if one is given.
 
         attention_mask (B, T) or longer: its last T columns count, 0 is padding on either side.
@@ -138,12 +147,15 @@ class SMatModel(SMatPreTrainedModel):
         if use_cache and past_key_values is None and not self.training:
             past_key_values = SMatCache(self.config)
         inputs = {} if input_ids is None else {"token_ids": input_ids}
+        padding, balance = _padding(attention_mask, x.shape[1]), None
         for layer in self.layers:
-            x = layer(
-                x, attention_mask=_padding(attention_mask, x.shape[1]), use_cache=bool(use_cache),
-                past_key_values=past_key_values, cu_seqlens=cu_seqlens, **inputs,
+            x, more = layer(
+                x, attention_mask=padding, past_key_values=past_key_values,
+                use_cache=bool(use_cache), cu_seqlens=cu_seqlens, **inputs,
             )  # fmt: skip
-        return BaseModelOutputWithPast(self.norm(x), past_key_values if use_cache else None)
+            balance = more if balance is None else balance if more is None else balance + more
+        cache = past_key_values if use_cache else None
+        return SMatModelOutput(self.norm(x), cache, balance_loss=balance)
 
 
 def _padding(attention_mask: Tensor | None, length: int) -> Tensor | None:
@@ -203,19 +215,20 @@ class SMatForCausalLM(SMatPreTrainedModel, GenerationMixin):
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, cu_seqlens=cu_seqlens, **kwargs,
         )  # fmt: skip
-        hidden, loss, logits, balance = outputs.last_hidden_state, None, None, None
+        hidden, loss, logits = outputs.last_hidden_state, None, None
         shifted = kwargs.get("shift_labels")
         if labels is not None and shifted is None:
             shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         if shifted is not None:
-            balance = sum_balance_losses(self) if self.training else None
-            loss = self._loss(hidden, shifted, balance, kwargs.get("num_items_in_batch"))
+            num_items = kwargs.get("num_items_in_batch")
+            loss = self._loss(hidden, shifted, outputs.balance_loss, num_items)
         if shifted is None or logits_to_keep is not None:
             wanted = 0 if logits_to_keep is None else logits_to_keep
             logits = self.lm_head(slice_logits_to_keep(hidden, wanted))
         return SMatCausalLMOutput(
-            loss, logits, outputs.past_key_values, outputs.hidden_states, balance_loss=balance
-        )
+            loss, logits, outputs.past_key_values, outputs.hidden_states,
+            balance_loss=outputs.balance_loss,
+        )  # fmt: skip
 
     def _loss(
         self, hidden: Tensor, labels: Tensor, balance: Tensor | None, num_items: Any

@@ -41,7 +41,10 @@ def make_config(*names, **options):
     made |= {"tie_word_embeddings": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return SMatConfig(mixers=[{**EVERY, "smat_rebuilt": REBUILT}[name] for name in names], **{**made, **options})
+        return SMatConfig(
+            mixers=[{**EVERY, "smat_rebuilt": REBUILT}[name] for name in names],
+            **{**made, **options},
+        )
 
 
 def make_model(*names, dtype=torch.float64, **options):

@@ -161,9 +161,7 @@ def test_prompts_may_be_embedded_in_chunks_or_streamed(name):
     chunked = model.generate(**prompt, prefill_chunk_size=2, **greedy)
     assert torch.equal(chunked, expected)
     embedded = model.get_input_embeddings()(prompt["input_ids"])
-    new = model.generate(
-        inputs_embeds=embedded, attention_mask=prompt["attention_mask"], **greedy
-    )
+    new = model.generate(inputs_embeds=embedded, attention_mask=prompt["attention_mask"], **greedy)
     assert torch.equal(new, expected[:, 9:])
 
     class Words:

@@ -69,7 +69,9 @@ def test_only_what_a_file_lacks_is_drawn(tmp_path):
     plain = make_model("mamba2", dtype=torch.float32)
     plain.save_pretrained(tmp_path)
     config = make_config("mamba2_smat")
-    loaded, info = SMatForCausalLM.from_pretrained(tmp_path, config=config, output_loading_info=True)
+    loaded, info = SMatForCausalLM.from_pretrained(
+        tmp_path, config=config, output_loading_info=True
+    )
     assert info["missing_keys"]
     assert all(".memory." in key for key in info["missing_keys"])
     weights = loaded.state_dict()

@@ -52,7 +52,7 @@ def test_the_balance_of_a_memory_counts_in_training_alone():
 @four_mixers
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_activations_give_the_same_gradients(name, reentrant):
-    model, prompt = make_model(name, balance_weight=0.0).train(), make_prompt(length=16)
+    model, prompt = make_model(name, balance_weight=0.5).train(), make_prompt(length=16)
     given = {**prompt, "labels": prompt["input_ids"]}
     loss, expected = gradients(model, **given)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -143,18 +143,18 @@ def test_lightning_trains_and_resumes(name, tmp_path):
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def train(steps, resume=None):
+    def train(epochs, resume=None):
         trainer = lightning.Trainer(
-            max_steps=steps, accelerator="cpu", logger=False, enable_progress_bar=False,
+            max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False,
             enable_checkpointing=False, enable_model_summary=False, default_root_dir=tmp_path,
         )  # fmt: skip
         wrapped = Wrapped()
         loader = torch.utils.data.DataLoader(Repeats(), batch_size=4)
         trainer.fit(wrapped.train(), loader, ckpt_path=resume)
-        trainer.save_checkpoint(tmp_path / f"{steps}.ckpt")
+        trainer.save_checkpoint(tmp_path / f"{epochs}.ckpt")
         return wrapped
 
-    whole = train(9)  # three epochs, since a loader begins an epoch anew
+    whole = train(3)
     assert whole.losses[-1] < whole.losses[0]
-    train(3)
-    assert same_weights(train(9, resume=tmp_path / "3.ckpt"), whole)
+    train(1)
+    assert same_weights(train(3, resume=tmp_path / "1.ckpt"), whole)
