@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -57,9 +58,9 @@ def run_generate(config: GenerateConfig) -> dict[str, Any]:
     sequence = torch.randint(config.vocab_size, (1, config.prompt))
     cache, rows = SMatCache(model.config), []
     model.generate(sequence, past_key_values=cache, max_new_tokens=1)
+    given = {"past_key_values": cache, "max_new_tokens": config.piece, "do_sample": False}
     while sequence.shape[1] < config.prompt + config.tokens:
-        given = {"past_key_values": cache, "max_new_tokens": config.piece, "do_sample": False}
-        sequence, cost = _cost(lambda given=given: model.generate(sequence, **given))
+        sequence, cost = _cost(partial(model.generate, sequence, **given))
         cost["median"] /= config.piece
         row = {"context": sequence.shape[1], "name": "a token", "cache_bytes": cache_bytes(cache)}
         rows.append({**row, **cost})

@@ -27,9 +27,9 @@ from smat.layers.softmax_attention import SoftmaxAttention
 
 __all__ = [
     "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
-    "GatedDeltaNet", "HashedRouting", "LayerCaches", "LearnedRouting", "LogLinearGatedDeltaNet", "LogLinearMamba2",
-    "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache", "MixtureOfMemories", "OwnCell",
-    "OwnHyperplane", "PositionalRouting", "ProfileMemory", "Router", "SMatAttention",
-    "SoftmaxAttention", "TopTypes", "TransportedMemory", "balance_loss", "balance_weight",
-    "kept_mask", "sum_balance_losses",
+    "GatedDeltaNet", "HashedRouting", "LayerCaches", "LearnedRouting", "LogLinearGatedDeltaNet",
+    "LogLinearMamba2", "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache",
+    "MixtureOfMemories", "OwnCell", "OwnHyperplane", "PositionalRouting", "ProfileMemory", "Router",
+    "SMatAttention", "SoftmaxAttention", "TopTypes", "TransportedMemory", "balance_loss",
+    "balance_weight", "kept_mask", "sum_balance_losses",
 ]  # fmt: skip

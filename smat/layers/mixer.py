@@ -118,7 +118,9 @@ class Mixer(nn.Module, ABC):
         extras are those of `forward` without their time axis. The cache that was given stays
         valid unless ``inplace``.
         """
-        timed = {name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in extras.items()}
+        timed: dict[str, Any] = {
+            name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in extras.items()
+        }
         x = hidden_state.unsqueeze(1)
         out, _, after = self.forward(x, None, cache, True, inplace=inplace, **timed)
         assert after is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from smat.layers import Mixer
@@ -27,6 +26,7 @@ def make_norm(kind: str, width: int, eps: float = 1e-5) -> nn.Module:
 class Block(nn.Module):
     """h + mixer(norm(h)), then h + MLP(norm(h)) at the rows that are wanted.
 
+    >>> import torch
     >>> from smat.layers import DeltaNet
     >>> block = Block(DeltaNet(32, num_heads=2, head_dim=16), mlp_ratio=4.0)
     >>> block(torch.randn(2, 10, 32)).shape
@@ -74,6 +74,7 @@ class Block(nn.Module):
 def take_rows(x: Tensor, rows: Tensor) -> Tensor:
     """Gather rows (B, R) of x (B, T, width).
 
+    >>> import torch
     >>> take_rows(torch.arange(6.0).view(1, 3, 2), torch.tensor([[2]]))
     tensor([[[4., 5.]]])
     """

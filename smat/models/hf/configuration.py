@@ -12,7 +12,7 @@ from smat.models.block import NORMS
 from smat.models.mixers import MIXERS, schedule_of
 
 GATED = {"conv_size": 4, "qk_norm": True, "decay_gate": True, "output_gate": True}
-# What a mixer of a language model has unless told: a window without horizon where there is a choice,
+# What a mixer of a language model has unless told: a window without horizon where it can choose,
 # and hashes that do not depend on the process that drew the weights.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "smat": {"vc_dim": 3, "boundary": "window_8", "seed": 0, **GATED, "output_norm": True},

@@ -2,7 +2,7 @@
 
 Where they differ for several groups of heads: mamba_ssm, with which such models are trained, norms
 every group alone, and transformers' torch path all of them together. Both have the heads of a group
-side by side; torch paths that repeat groups as a whole (fla's prefill on a CPU) deal them out in turn.
+side by side; fla's prefill on a CPU, which repeats groups as a whole, deals them out in turn.
 """
 
 from __future__ import annotations

@@ -35,8 +35,14 @@ def difference(theirs, ours):
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, {"use_bias": True, "tie_word_embeddings": True},
-                                     {"use_conv_bias": False, "layer_norm_epsilon": 1e-3}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_bias": True, "tie_word_embeddings": True},
+        {"use_conv_bias": False, "layer_norm_epsilon": 1e-3},
+    ],
+)
 def test_logits_equal_those_of_transformers(groups, options):
     theirs = make_mamba2(n_groups=groups, **options)
     ours = convert_mamba2(theirs)
