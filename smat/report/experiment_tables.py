@@ -135,6 +135,28 @@ def load_table(experiment: Experiment, preset: str, records: Iterable[Record]) -
     return Table(loads, _text(loads, lines, _means(found)))
 
 
+def seed_table(experiment: Experiment, preset: str, records: Iterable[Record]) -> Table | None:
+    """Set out what every seed gave, a line each; None where no arm has two."""
+    records, _ = select_current(records, experiment, preset)
+    cells = own_columns(records, experiment.cells) or dict(experiment.cells)
+    seeds: dict[str, set[int]] = {}
+    for record in records:
+        seeds.setdefault(record.run.arm, set()).add(record.run.seed)
+    if max(map(len, seeds.values()), default=0) < 2:
+        return None
+    labels = {
+        f"{arm} {seed}": f"{label}, seed {seed}"
+        for arm, label in experiment.arms.items()
+        for seed in sorted(seeds.get(arm, ()))
+    }
+    found = []
+    for record in records:
+        name = f"{record.run.arm} {record.run.seed}"
+        for cell, value in cells_of(record, cells).items():
+            found.append((name, OURS, labels.get(name, name), cell, value))
+    return Table(cells, _text(cells, labels, _means(found), records[0].unit))
+
+
 def paper_table(table: PaperTable) -> Table:
     """Arrange a table of the paper alone, every number with the digits it was published with."""
     columns, arms = table["columns"], table["rows"]

@@ -43,6 +43,7 @@ STYLE = {
 }  # fmt: skip
 DARK = "@media (prefers-color-scheme: dark) { svg { color: #e7e9ef; } }"
 LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic scale
+SEED_LINE = {"linewidth": 0.6, "alpha": 0.5}
 SMALLEST = 1e-4  # of the largest loss: what is smaller lies on the lower edge
 ACCURACY_AXIS = {"ylim": (-4, 104), "yticks": [0, 50, 100], "ylabel": "accuracy, %"}
 
@@ -52,7 +53,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     if path.suffix.lstrip(".").lower() not in figure.canvas.get_supported_filetypes():
         raise ValueError(f"cannot tell the format of {path.name!r}: use .png, .svg or .pdf")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _style():
+    with with_style():
         figure.savefig(path, facecolor="white")
     return path
 
@@ -60,7 +61,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 def figure_svg(figure: Figure) -> str:
     """Write a figure as SVG whose ink is dark on a light screen and light on a dark one."""
     text = StringIO()
-    with _style():
+    with with_style():
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     svg = text.getvalue().replace(INK, "currentColor")
     style = f"<style>svg {{ color: {INK}; }} {DARK}</style>"
@@ -105,10 +106,10 @@ def mask_figure(masks: Sequence[SMatMask]) -> Figure:
     longest = max(mask.seq_len for mask in masks)
     if longest > MAX_SEQ_LEN:
         raise ValueError(f"seq_len {longest} is too long to draw: use {MAX_SEQ_LEN} or less")
-    with _style():
+    with with_style():
         from matplotlib.patches import Patch
 
-        figure = _figure(max(3.55 * len(masks) + 0.35, 5.4), 4.55)
+        figure = new_figure(max(3.55 * len(masks) + 0.35, 5.4), 4.55)
         panels = figure.subplots(1, len(masks), squeeze=False)[0]
         kinds = set()
         for axes, mask in zip(panels, masks, strict=True):
@@ -149,7 +150,7 @@ def _draw_mask(axes: Axes, mask: SMatMask) -> Tensor:
 def curves_figure(
     records: Sequence[Record], arms: Mapping[str, str], cells: Mapping[str, str]
 ) -> Figure | None:
-    """Draw accuracy over loss against the step: a panel a cell, a line an arm, a band its seeds.
+    """Draw accuracy over loss against the step: a panel a cell, a line an arm, thin ones its seeds.
 
     Accuracy is left out where it was evaluated at the end alone. None if there is nothing to draw.
     """
@@ -167,8 +168,8 @@ def curves_figure(
     looks = {arm: look for arm, look in looks.items() if arm in set(points["arm"])}
     width = min(3, len(panels))
     height, legend_height = ceil(len(panels) / width), 0.2 * ceil(len(looks) / width) + 0.3
-    with _style():
-        figure = _figure(3.4 * width, (1.5 * len(quantities) + 0.4) * height + legend_height)
+    with with_style():
+        figure = new_figure(3.4 * width, (1.5 * len(quantities) + 0.4) * height + legend_height)
         places = figure.subfigures(height, width, squeeze=False).flat
         for place, cell in zip(places, panels, strict=False):
             stack = place.subplots(len(quantities), squeeze=False, sharex=True)[:, 0]
@@ -182,8 +183,8 @@ def curves_figure(
             same = [record for record in records if record.run.cell == cell]
             for level in {x for r in same for name, x in r.controls.items() if is_loss(name)}:
                 stack[-1].axhline(level, color=INK, linewidth=0.8, linestyle=(0, (2, 3)))
-        lines = stack[0].get_lines()[: len(looks)]
-        legend = figure.legend(handles=lines, loc="outside upper left", ncols=width)
+        handles, _ = stack[0].get_legend_handles_labels()
+        legend = figure.legend(handles=handles, loc="outside upper left", ncols=width)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a label is no formula
     return figure
@@ -210,8 +211,10 @@ def _draw_curves(axes: Axes, points: DataFrame, quantity: str, looks: Looks) -> 
         curve = curve[(curve["count"] > 0) & (curve["count"] == curve["count"].max())]
         axes.plot(curve["mean"], marker="o" if len(curve) == 1 else None, **look)
         if (curve["min"] < curve["max"]).any():
-            _band(axes, curve.index, curve["min"], curve["max"], look["color"])
-    _quiet_axes(axes)
+            for _, seed in points[points["arm"] == arm].groupby("seed"):
+                known = seed[seed[quantity].notna()]
+                axes.plot(known["step"], known[quantity], color=look["color"], **SEED_LINE)
+    quiet_axes(axes)
     axes.set_xlim(left=0)
     axes.set_xlabel("step" if quantity == "loss" else "")
 
@@ -235,8 +238,8 @@ def bench_figure(result: Mapping[str, Any]) -> Figure:
     batches = sorted({row["batch"] for row in rows}) if decoding else [config["batch"]]
     what = "decoding" if decoding else "forward" + " + backward" * (result["benchmark"] == "train")
     sizes = "K = {key_dim}, V = {value_dim}, {dtype}".format_map(config)
-    with _style():
-        figure = _figure(4.6 * len(batches) + 1.8, 4.3)
+    with with_style():
+        figure = new_figure(4.6 * len(batches) + 1.8, 4.3)
         panels = figure.subplots(1, len(batches), squeeze=False)[0]
         for axes, batch in zip(panels, batches, strict=True):
             same = [row for row in rows if row["batch"] == batch] if decoding else rows
@@ -265,8 +268,8 @@ def _draw_times(axes: Axes, rows: Sequence[Mapping[str, Any]], length: str) -> N
         colour = GREY if first["vc_dim"] is None else COLOURS[(first["vc_dim"] - 1) % 5]
         line = LINES[bool(first.get("gated")) + 2 * (first.get("window_step") is not None)]
         axes.plot(x, middle, line, color=colour, marker="o", label=label)
-        _band(axes, x, low, high, colour)
-    _quiet_axes(axes)
+        draw_band(axes, x, low, high, colour)
+    quiet_axes(axes)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     lengths = sorted({row[length] for row in rows})
@@ -280,18 +283,18 @@ def _heads(heads: int) -> str:
     return f"{heads} head{'s' * (heads != 1)}"
 
 
-def _band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:
+def draw_band(axes: Axes, x: Any, low: Any, high: Any, colour: str) -> None:
     axes.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
 
 
-def _quiet_axes(axes: Axes) -> None:
+def quiet_axes(axes: Axes) -> None:
     axes.grid(True)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _style() -> AbstractContextManager[None]:
+def with_style() -> AbstractContextManager[None]:
     return require("matplotlib", extra="cli").rc_context(STYLE)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     return require("matplotlib.figure", extra="cli").Figure((width, height), layout="constrained")

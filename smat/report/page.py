@@ -18,6 +18,7 @@ from smat.experiments.tables import EXPERIMENTS, find_experiment
 from smat.extras import require
 from smat.report import experiment_tables as tables
 from smat.report import figures, records
+from smat.report.cell_figures import cells_figure
 from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
@@ -78,8 +79,12 @@ def save_report(out: Path, content: Content) -> Path:
     for section in content.sections:
         for table in section.tables:
             arms = section.experiment.arms
-            if figure := figures.curves_figure(table.records, arms, table.cells):
-                drawn[picture_name(section.experiment, table.preset)] = figure
+            for kind, figure in (
+                ("curves", figures.curves_figure(table.records, arms, table.cells)),
+                ("cells", cells_figure(table, arms)),
+            ):
+                if figure is not None:
+                    drawn[picture_name(section.experiment, table.preset, kind)] = figure
     pictures = {name: figures.figure_svg(figure) for name, figure in drawn.items()}
     for name, svg in pictures.items():
         write_atomically(out / FIGURES / name, svg.encode())
@@ -123,9 +128,9 @@ def progress(experiment: Experiment, table: tables.ResultTable) -> str:
     return done if runs else f"{len(table.records)} runs"
 
 
-def picture_name(experiment: Experiment, preset: str) -> str:
-    """Name the file of a preset's learning curves."""
-    return re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-curves") + ".svg"
+def picture_name(experiment: Experiment, preset: str, kind: str) -> str:
+    """Name the file of a preset's picture: "curves" of learning, or "cells" of its table."""
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", f"{experiment.name}-{preset}-{kind}") + ".svg"
 
 
 def _section(experiment: Experiment, found: Sequence[Record], paper: Published) -> Section:

@@ -134,8 +134,8 @@ def test_curves_of_seeds_meet_where_all_have_a_number():
     _, axes = curves(*records)
     assert lines_of(axes["loss"][0]) == {"Softmax": [[1, 3.0], [2, 1.5]]}
     assert lines_of(axes["accuracy"][0]) == {"Softmax": [[2, 20.0]]}
-    (band,) = axes["accuracy"][0].collections
-    assert sorted(set(band.get_paths()[0].vertices[:, 1])) == [10.0, 30.0]
+    first, second = (line.get_xydata().tolist() for line in axes["accuracy"][0].get_lines()[1:])
+    assert (first, second) == ([[1, 7.0], [2, 10.0]], [[2, 30.0], [3, 9.0]])
 
 
 @pytest.mark.parametrize(

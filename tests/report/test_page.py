@@ -60,7 +60,7 @@ def results(page):
 
 
 def test_the_page_has_every_table_and_what_was_run(page):
-    overview, paper, quick, elsewhere = page.tables
+    overview, paper, seeds, quick, elsewhere = page.tables
     assert overview[1][1:] == ["paper", "8 of 9", "24 of 27", "3", "1.8 h"]
     assert overview[2][1:] == ["quick", "1 of 9", "1 of 27", "1", "4.5 min"]
     assert [row[0] for row in paper[1:]] == [
@@ -70,6 +70,14 @@ def test_the_page_has_every_table_and_what_was_run(page):
     assert "9 of 18 cells are filled." in squeeze("".join(page.words))
     assert [row[0] for row in elsewhere[1:]] == ["No branch", "Kept"]
     assert len(quick[0]) == len(paper[0]) == 1 + len(CELLS) + 3
+    assert len(seeds[0]) == 1 + len(CELLS)
+
+
+def test_every_seed_has_a_line_with_its_own_numbers(page):
+    rows = {row[0]: row[1:] for row in page.tables[2][1:]}
+    for (arm, cell, seed), accuracy in ACCURACY.items():
+        shown = rows[f"{ARMS[arm]}, seed {seed}"][list(CELLS).index(cell)]
+        assert abs(float(shown) - accuracy) <= 0.0500001
 
 
 def test_every_number_is_the_mean_and_deviation_of_its_seeds(page):
@@ -87,7 +95,7 @@ def test_every_number_is_the_mean_and_deviation_of_its_seeds(page):
 
 
 def test_what_is_not_run_says_so(page):
-    paper, quick = results(page)[:2]
+    paper, _, quick = results(page)[:3]
     assert sum(row.count("not run") for row in paper) == 1
     assert sum(row.count("not run") for row in quick) == 8
 
@@ -96,7 +104,7 @@ def test_markdown_has_the_same_numbers(page, markdown):
     blocks = [block for block in markdown.split("\n\n") if block.startswith("|")]
     written = [read_markdown(block) for block in blocks]
     shown = results(page)
-    assert len(written) == len(shown) == 3
+    assert len(written) == len(shown) == 4
     for lines, rows in zip(written, shown, strict=True):
         same = [[cell.replace("\\", "") for cell in line[1:]] for line in (lines[0], *lines[2:])]
         assert same == [row[1:] for row in rows]
@@ -142,6 +150,7 @@ def test_machine_time_and_commit_are_told(page, markdown):
 def test_pictures_lie_beside_the_markdown_and_in_the_page_and_need_nothing(folder, page, markdown):
     names = re.findall(r"!\[[^]]*\]\(([^)]*)\)", markdown)
     assert names == [
+        "report-figures/made-up-paper-cells.svg",
         "report-figures/made-up-paper-curves.svg",
         "report-figures/made-up-quick-curves.svg",
         "report-figures/masks.svg",
