@@ -18,6 +18,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from smat.layers import Mixer, sum_balance_losses
+from smat.layers.primitives import keep_from_decay_
 from smat.models.block import Block, make_norm
 from smat.models.cross_entropy import IGNORED, summed_cross_entropy
 from smat.models.hf.cache import SMatCache
@@ -67,9 +68,17 @@ class SMatPreTrainedModel(PreTrainedModel):
     _is_stateful = True
     _can_record_outputs = {"hidden_states": SMatLayer}  # noqa: RUF012
 
+    def post_init(self) -> None:
+        """Note which weights weight decay leaves alone: those that are loaded have no such mark."""
+        named = self.named_parameters()
+        self._kept_from_decay = [key for key, x in named if hasattr(x, "_no_weight_decay")]
+        super().post_init()
+
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw what was not loaded: whole modules anew, then back to what was loaded of them."""
+        for key in self._kept_from_decay:
+            keep_from_decay_(self.get_parameter(key))
         for module in _drawn_whole(self):
             tensors = [*module.parameters()]
             if getattr(module, "_is_hf_initialized", False):
@@ -83,7 +92,8 @@ class SMatPreTrainedModel(PreTrainedModel):
             module._is_hf_initialized = True  # type: ignore[assignment]
 
     def _init_weights(self, module: Any) -> None:
-        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", self):
+        reads_out = module is getattr(self, "lm_head", None)
+        if reads_out or isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         else:
             module.reset_parameters()
