@@ -5,12 +5,14 @@ import io
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_prints_what_its_comments_say():
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL))
+def test_an_example_prints_what_its_comments_say(example):
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(example, {})

@@ -17,6 +17,7 @@ class SMatCacheLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
     supports_early_init = False
+    state: MixerCache | None
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,15 +45,14 @@ class SMatCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.state: MixerCache | None = None
-        self.length, self.is_initialized = 0, False
+        self.state, self.length, self.is_initialized = None, 0, False
 
     def select(self, rows: Tensor) -> None:
         """Keep these sequences, in this order."""
         if self.state is not None:
             self.state = self.state.select(rows)
 
-    reorder_cache = batch_select_indices = select
+    reorder_cache = batch_select_indices = select  # type: ignore[assignment]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence, copies side by side."""
@@ -84,7 +84,7 @@ class SMatCache(Cache, LayerCaches):
     Every call of the model with it takes tokens in, in place: `copy.deepcopy` keeps a state.
     """
 
-    layers: list[SMatCacheLayer]
+    layers: list[SMatCacheLayer]  # type: ignore[assignment]
 
     def __init__(self, config: Any) -> None:
         super().__init__(layers=[SMatCacheLayer() for _ in range(config.num_hidden_layers)])

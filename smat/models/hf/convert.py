@@ -72,7 +72,7 @@ def convert_mamba2(
         **(memory or {}),
     }
     tokens = {name: getattr(theirs, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    ours = SMatForCausalLM(
+    ours: Any = SMatForCausalLM(
         SMatConfig(
             vocab_size=theirs.vocab_size, hidden_size=theirs.hidden_size, mixers=[spec],
             num_hidden_layers=theirs.num_hidden_layers, norm_eps=theirs.layer_norm_epsilon,

@@ -18,6 +18,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from smat.layers import Mixer, sum_balance_losses
+from smat.layers.primitives import keep_from_decay_
 from smat.models.block import Block, make_norm
 from smat.models.hf.cache import SMatCache
 from smat.models.hf.configuration import SMatConfig
@@ -64,14 +65,22 @@ class SMatPreTrainedModel(PreTrainedModel):
     config_class = SMatConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("SMatLayer",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["SMatLayer"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _is_stateful = True
     _can_record_outputs = {"hidden_states": SMatLayer}  # noqa: RUF012
+
+    def post_init(self) -> None:
+        """Note which weights weight decay leaves alone: those that are loaded have no such mark."""
+        named = self.named_parameters()
+        self._kept_from_decay = [key for key, x in named if hasattr(x, "_no_weight_decay")]
+        super().post_init()
 
     @torch.no_grad()
     def initialize_weights(self) -> None:
         """Draw what was not loaded: whole modules anew, then back to what was loaded of them."""
+        for key in self._kept_from_decay:
+            keep_from_decay_(self.get_parameter(key))
         for module in _drawn_whole(self):
             tensors = [*module.parameters()]
             if getattr(module, "_is_hf_initialized", False):
@@ -82,10 +91,11 @@ class SMatPreTrainedModel(PreTrainedModel):
                 self._init_weights(module)
                 for x, value in zip(loaded, kept, strict=True):
                     x.copy_(value)
-            module._is_hf_initialized = True
+            module._is_hf_initialized = True  # type: ignore[assignment]
 
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Embedding) or module is getattr(self, "lm_head", None):
+    def _init_weights(self, module: Any) -> None:
+        reads_out = module is getattr(self, "lm_head", None)
+        if reads_out or isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         else:
             module.reset_parameters()
@@ -213,11 +223,13 @@ class SMatForCausalLM(SMatPreTrainedModel, GenerationMixin):
         **kwargs: Any,
     ) -> SMatCausalLMOutput:
         """See `SMatModel.forward`; labels (B, T) are shifted here, -100 counts for nothing."""
-        outputs = self.model(
+        outputs: Any = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=past_key_values,
             inputs_embeds=inputs_embeds, use_cache=use_cache, cu_seqlens=cu_seqlens, **kwargs,
         )  # fmt: skip
-        hidden, loss, logits = outputs.last_hidden_state, None, None
+        hidden: Tensor = outputs.last_hidden_state
+        loss: Any = None
+        logits: Any = None
         shifted = kwargs.get("shift_labels")
         if labels is not None and shifted is None:
             shifted = F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -246,8 +258,8 @@ class SMatForCausalLM(SMatPreTrainedModel, GenerationMixin):
         return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
-    ) -> None:
+        self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **more: Any
+    ) -> Any:
         wanted, given = generation_config.cache_implementation, model_kwargs.get("past_key_values")
         if wanted not in (None, "dynamic"):
             raise ValueError(f"cache_implementation {wanted!r}: states have a form of their own")

@@ -163,6 +163,13 @@ def test_prompts_may_be_embedded_in_chunks_or_streamed(name):
     embedded = model.get_input_embeddings()(prompt["input_ids"])
     new = model.generate(inputs_embeds=embedded, attention_mask=prompt["attention_mask"], **greedy)
     assert torch.equal(new, expected[:, 9:])
+    cache = SMatCache(model.config)
+    given = {"attention_mask": prompt["attention_mask"], "past_key_values": cache}
+    first = model.generate(inputs_embeds=embedded, **given, **{**greedy, "max_new_tokens": 4})
+    embedded = torch.cat([embedded, model.get_input_embeddings()(first)], 1)
+    given["attention_mask"] = torch.nn.functional.pad(prompt["attention_mask"], (0, 4), value=1)
+    rest = model.generate(inputs_embeds=embedded, **given, **{**greedy, "max_new_tokens": 2})
+    assert torch.equal(torch.cat([first, rest], 1), new)
 
     class Words:
         def decode(self, ids, **options):
@@ -181,7 +188,7 @@ def test_logits_are_made_where_they_are_wanted(name):
         whole = model(**prompt).logits
         last = model(**prompt, logits_to_keep=2).logits
         some = model(**prompt, logits_to_keep=torch.tensor([1, 5])).logits
-    assert torch.equal(whole[:, -2:], last)
+    torch.testing.assert_close(whole[:, -2:], last)
     torch.testing.assert_close(whole[:, [1, 5]], some)
 
 

@@ -26,6 +26,9 @@ def test_a_saved_model_is_the_same_when_loaded(name, tmp_path):
     with torch.no_grad():
         assert torch.equal(loaded(**prompt).logits, expected)
     assert loaded.config.mixers == model.config.mixers
+    for key, x in model.named_parameters():
+        kept = hasattr(loaded.get_parameter(key), "_no_weight_decay")
+        assert kept == hasattr(x, "_no_weight_decay"), key
 
 
 def test_auto_classes_know_the_model(tmp_path):
