@@ -16,6 +16,7 @@ from rich.console import Console
 from smat.bench import config as configs
 from smat.bench.attention import run_attention
 from smat.bench.decode import run_decode
+from smat.bench.language_model import run_generate, run_step
 from smat.bench.layers import run_layers
 from smat.bench.tabulate import run_tabulate
 from smat.report.figures import bench_figure, save_figure
@@ -155,3 +156,5 @@ add_command(
     draws=True,
 )
 add_command("layers", configs.LayersConfig, run_layers, "--seq-len 16384 --vc-dim 2 --repeats 5")
+add_command("lm-step", configs.StepConfig, run_step, "--boundary kept", "--checkpointing")
+add_command("lm-generate", configs.GenerateConfig, run_generate, "--tokens 500 --boundary kept")

@@ -1,6 +1,6 @@
 """Layers: what owns parameters and mixes tokens."""
 
-from smat.layers.call import CallInfo, MixerCache
+from smat.layers.call import CallInfo, LayerCaches, MixerCache
 from smat.layers.gated_deltanet import DeltaNet, GatedDeltaNet
 from smat.layers.log_linear import LogLinearGatedDeltaNet, LogLinearMamba2
 from smat.layers.mamba2 import Mamba2
@@ -27,9 +27,9 @@ from smat.layers.softmax_attention import SoftmaxAttention
 
 __all__ = [
     "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
-    "GatedDeltaNet", "HashedRouting", "LearnedRouting", "LogLinearGatedDeltaNet", "LogLinearMamba2",
-    "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache", "MixtureOfMemories", "OwnCell",
-    "OwnHyperplane", "PositionalRouting", "ProfileMemory", "Router", "SMatAttention",
-    "SoftmaxAttention", "TopTypes", "TransportedMemory", "balance_loss", "balance_weight",
-    "kept_mask", "sum_balance_losses",
+    "GatedDeltaNet", "HashedRouting", "LayerCaches", "LearnedRouting", "LogLinearGatedDeltaNet",
+    "LogLinearMamba2", "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache",
+    "MixtureOfMemories", "OwnCell", "OwnHyperplane", "PositionalRouting", "ProfileMemory", "Router",
+    "SMatAttention", "SoftmaxAttention", "TopTypes", "TransportedMemory", "balance_loss",
+    "balance_weight", "kept_mask", "sum_balance_losses",
 ]  # fmt: skip

@@ -47,6 +47,29 @@ class MixerCache:
         return MixerCache(self.num_tokens[rows], states)
 
 
+class LayerCaches:
+    """The caches of all layers of a model, each in the place of its `layer_idx`.
+
+    >>> caches = LayerCaches()
+    >>> caches.put(1, MixerCache(torch.tensor([5, 7])), num_new=7)
+    >>> caches.get(0), len(caches.get(1))
+    (None, 2)
+
+    A layer that is given one takes its own cache out and puts the next one in.
+    """
+
+    def __init__(self) -> None:
+        self.by_layer: dict[int, MixerCache] = {}
+
+    def get(self, layer_idx: int) -> MixerCache | None:
+        """Return the cache of a layer, None before its first token."""
+        return self.by_layer.get(layer_idx)
+
+    def put(self, layer_idx: int, cache: MixerCache, num_new: int) -> None:
+        """Keep the cache of a layer after `num_new` tokens, padding included."""
+        self.by_layer[layer_idx] = cache
+
+
 def _select(state: Any, rows: Tensor) -> Any:
     if state is None or isinstance(state, SMatMask):  # what all rows share
         return state

@@ -66,10 +66,11 @@ class GatedDeltaNet(Mixer):
         norm_eps: float = 1e-5,
         chunk_size: int = 64,
         memory: TransportedMemory | None = None,
+        layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_idx)
         value_dim = expanded(head_dim, expand_v)
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size

@@ -48,7 +48,8 @@ class Mamba2(Mixer):
     torch.Size([2, 50, 32])
 
     Conventions of mamba_ssm: no scale, gate before norm, one norm a group, bias in the convolution
-    only, A from U(1, 16), steps from [0.001, 0.1], D = 1; linear layers as torch draws them.
+    only, A from U(1, 16), steps from [0.001, 0.1], D = 1; linear layers as torch draws them. Heads
+    of a group are neighbours. `norm_groups=1` norms all groups together, as transformers does.
     """
 
     packs_natively = True
@@ -62,15 +63,17 @@ class Mamba2(Mixer):
         head_dim: int = 64,
         expand: int = 2,
         num_groups: int = 1,
+        norm_groups: int | None = None,
         conv_size: int = 4,
         conv_bias: bool = True,
         bias: bool = False,
         norm_eps: float = 1e-5,
         memory: ProfileMemory | None = None,
+        layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_idx)
         inner = expand * hidden_size
         if inner % head_dim:
             raise ValueError(f"{expand} x {hidden_size} channels make no heads of {head_dim}")
@@ -86,7 +89,7 @@ class Mamba2(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(num_heads, **made))
         self.A_log = nn.Parameter(torch.empty(num_heads, **made))
         self.D = nn.Parameter(torch.empty(num_heads, **made))
-        self.norm = GateThenNorm(inner, norm_eps, num_groups, **made)
+        self.norm = GateThenNorm(inner, norm_eps, norm_groups or num_groups, **made)
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         if memory is not None:
             memory.check_layer(hidden_size, num_heads)

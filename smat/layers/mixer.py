@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smat.layers.call import CallInfo, MixerCache
+from smat.layers.call import CallInfo, LayerCaches, MixerCache
 from smat.machine import guard_bfloat16
-from smat.ops.smat.arguments import check_padding, check_positions, check_tensor
+from smat.ops.smat.arguments import check_device, check_padding, check_positions, check_tensor
 from smat.ops.smat.padding import Padding
 
 
@@ -26,6 +26,10 @@ class Mixer(nn.Module, ABC):
     packs_natively = False  # whether `mix` takes packed sequences as they are
     reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
 
+    def __init__(self, layer_idx: int | None = None) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx  # its place in a cache that layers share
+
     @abstractmethod
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Mix the tokens of a call, and return its cache if ``call.use_cache``."""
@@ -34,14 +38,15 @@ class Mixer(nn.Module, ABC):
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
-        past_key_values: MixerCache | None = None,
+        past_key_values: MixerCache | LayerCaches | None = None,
         use_cache: bool = False,
+        output_attentions: bool = False,
         *,
         positions: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inplace: bool = False,
         **extras: Any,
-    ) -> tuple[Tensor, None, MixerCache | None]:
+    ) -> tuple[Tensor, None, Any]:
         """Mix tokens, and return ``(out, None, cache)``; the cache is None unless asked for.
 
         Args:
@@ -49,20 +54,33 @@ class Mixer(nn.Module, ABC):
             attention_mask: (B, T) or longer, of which the last T columns count; 0 for padding on
                 either side. Each row gives what its real tokens alone would give; padding gives 0.
             past_key_values: The cache after the tokens before these. It carries no gradient, so
-                that the output of such a call has none: differentiating it raises.
-            use_cache: Return the cache after these tokens.
+                that the output of such a call has none: differentiating it raises. `LayerCaches`
+                are shared by the layers of a model: this one uses the place of its `layer_idx`.
+            use_cache: Return the cache after these tokens, or put it into the shared one.
+            output_attentions: Taken as other libraries' layers do; there are none to return.
             positions: (R,) tokens of this call at which the output is wanted, (B, R, hidden_size).
             cu_seqlens: (S + 1,) edges of sequences packed along T, B = 1; each gives what it would
                 give alone, and is a row of the cache.
             inplace: Let states of the given cache be overwritten, which saves copying them.
             extras: What this layer takes beside hidden states, by the names of `extra_inputs`.
         """
+        if output_attentions:
+            raise ValueError(f"{type(self).__name__} has no attention weights to return")
+        if isinstance(past_key_values, LayerCaches):
+            own = past_key_values.get(self._place())
+            given: dict[str, Any] = {"positions": positions, "cu_seqlens": cu_seqlens, **extras}
+            out, _, cache = self.forward(
+                hidden_states, attention_mask, own, use_cache, inplace=use_cache, **given
+            )
+            if use_cache:
+                past_key_values.put(self._place(), cache, hidden_states.shape[1])
+            return out, None, past_key_values
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
         is_narrow = hidden_states.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
         if is_narrow and hidden_states.device.type == "cpu":
             guard_bfloat16()
         if positions is not None:
-            check_positions(positions, hidden_states.shape[1])
+            check_positions(positions, hidden_states)
         if cu_seqlens is not None and not self.packs_natively:
             out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
             return out if positions is None else out[:, positions], None, cache
@@ -100,7 +118,9 @@ class Mixer(nn.Module, ABC):
         extras are those of `forward` without their time axis. The cache that was given stays
         valid unless ``inplace``.
         """
-        timed = {name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in extras.items()}
+        timed: dict[str, Any] = {
+            name: x.unsqueeze(1) if isinstance(x, Tensor) else x for name, x in extras.items()
+        }
         x = hidden_state.unsqueeze(1)
         out, _, after = self.forward(x, None, cache, True, inplace=inplace, **timed)
         assert after is not None
@@ -109,6 +129,13 @@ class Mixer(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Draw all parameters anew; subclasses add what their modules do not draw themselves."""
         reset_children(self)
+
+    def _place(self) -> int:
+        if self.layer_idx is None:
+            raise ValueError(
+                f"{type(self).__name__} shares a cache, but was made without layer_idx"
+            )
+        return self.layer_idx
 
     def _mix_unpacked(
         self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
@@ -143,7 +170,7 @@ class Mixer(nn.Module, ABC):
         for argument, x, kinds in (
             ("hidden_states", hidden_states, Tensor), ("cu_seqlens", cu_seqlens, Tensor | None),
             ("attention_mask", attention_mask, Tensor | None),
-            ("past_key_values", past, MixerCache | None),
+            ("past_key_values", past, MixerCache | LayerCaches | None),
         ):  # fmt: skip
             if not isinstance(x, kinds):
                 raise TypeError(f"{argument} must be a {kinds}, got {type(x).__name__}")
@@ -153,9 +180,10 @@ class Mixer(nn.Module, ABC):
             raise ValueError(f"hidden_states must be {wanted}, got {shape}")
         check_tensor("hidden_states", hidden_states, "floating-point")
         own = next(self.parameters()).device
-        for argument, x in (("hidden_states", hidden_states), ("cu_seqlens", cu_seqlens)):
-            if x is not None and x.device != own:
-                raise ValueError(f"{argument} must be on {own} as the layer is, got {x.device}")
+        tensors = {"hidden_states": hidden_states, "cu_seqlens": cu_seqlens, **extras}
+        for argument, each in tensors.items():
+            if isinstance(each, Tensor):
+                check_device(argument, each, own, "the layer is")
         if attention_mask is not None:
             wide = tuple(attention_mask.shape)
             if len(wide) != 2 or wide[1] < shape[1]:

@@ -71,10 +71,11 @@ class MixtureOfMemories(Mixer):
         conv_size: int = 4,
         norm_eps: float = 1e-5,
         chunk_size: int = 64,
+        layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_idx)
         by_length = {0: num_memories} if isinstance(num_memories, int) else dict(num_memories)
         if not by_length or min(by_length.values()) < num_chosen or num_chosen < 1:
             raise ValueError(f"a token cannot choose {num_chosen} of {num_memories} memories")

@@ -95,10 +95,11 @@ class SMatAttention(Mixer):
         output_gate: bool = False,
         output_norm: bool = False,
         routing: Router | None = None,
+        layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_idx)
         key_heads, head_dim = head_sizes(hidden_size, num_heads, num_kv_heads, head_dim)
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, key_heads
         self.head_dim, self.normalize, self.feature_map = head_dim, normalize, feature_map

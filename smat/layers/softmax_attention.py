@@ -44,10 +44,11 @@ class SoftmaxAttention(Mixer):
         qk_norm: bool = False,
         conv_size: int = 0,
         bias: bool = False,
+        layer_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(layer_idx)
         if positions not in POSITIONS:
             raise ValueError(f"positions must be one of {', '.join(POSITIONS)}, got {positions!r}")
         if (positions == "learned") != (max_length is not None):

@@ -1,7 +1,7 @@
 """The mixers that experiments inject: a name, and a function whose arguments are its options.
 
 >>> from smat.tasks import MQAR
->>> MIXERS["deltanet"](32, MQAR(), num_heads=2).num_heads
+>>> make_mixer("deltanet", 32, MQAR(), num_heads=2).num_heads
 2
 
 Options are those that a function names, and the arguments of its layer; others raise.
@@ -9,7 +9,7 @@ Options are those that a function names, and the arguments of its layer; others 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -18,10 +18,13 @@ import torch
 
 from smat import layers
 from smat.geometry import Geometry
-from smat.masks import doubling, kept, none, window
+from smat.masks import BoundarySchedule, doubling, kept, none, window
+from smat.masks.boundary import schedule_from_dict
 
 Option = bool | int | float | str
 BoundaryName = Literal["none", "kept", "rebuilt", "doubling", "window_8", "window_4"]
+Boundary = BoundaryName | Mapping[str, Any]  # or `schedule.to_dict()`
+RoutingName = Literal["positional", "hashed", "content"]
 
 
 class SequenceTask(Protocol):
@@ -86,30 +89,55 @@ def _hashed(
     )
 
 
-def _scheduled(
-    width: int,
-    task: SequenceTask,
-    *,
-    boundary: BoundaryName,
-    vc_dim: int = 2,
-    num_heads: int = 4,
-    **layer: Any,
-) -> layers.Mixer:
-    """Route by the hash of token ids under a boundary schedule, in the geometry of training."""
-    length = task.train_length
+def schedule_of(boundary: Boundary, length: int) -> BoundarySchedule | None:
+    """Return the schedule of a name, by the length of training; None is half of every length.
+
+    >>> schedule_of("window_8", 1024), schedule_of({"kind": "kept", "num_distant": 7}, 1024)
+    (WindowBoundary(step=128), KeptBoundary(num_distant=7))
+    """
+    if isinstance(boundary, Mapping):
+        found = schedule_from_dict(boundary)
+        return found if found.horizon_free else None
     schedules = {
         "none": none(),
         "kept": kept(length // 2),
-        "rebuilt": None,  # half of every length; at the training length it is `kept`
+        "rebuilt": None,  # at the training length it is `kept`
         "doubling": doubling(),
-        "window_8": window(length // 8),
-        "window_4": window(length // 4),
+        "window_8": window(max(1, length // 8)),
+        "window_4": window(max(1, length // 4)),
     }
-    routing = layers.HashedRouting(task.vocab_size, num_heads, write_lag=1, seed=hash_seed())
-    field_size = Geometry.for_distant(length // 2, vc_dim).field_size
+    if boundary not in schedules:
+        raise ValueError(f"boundary must be one of {', '.join(schedules)}, got {boundary!r}")
+    return schedules[boundary]
+
+
+def _smat(
+    width: int,
+    task: SequenceTask,
+    *,
+    boundary: Boundary = "window_8",
+    vc_dim: int = 3,
+    num_heads: int = 4,
+    routing: RoutingName = "positional",
+    seed: int | None = None,
+    **layer: Any,
+) -> layers.Mixer:
+    """Attend under a boundary schedule, in the geometry of training; `seed` is that of hashes."""
+    length = task.train_length
+    geometry, schedule = Geometry.for_distant(length // 2, vc_dim), schedule_of(boundary, length)
+    routings: dict[str, Callable[[], layers.Router]] = {
+        "positional": layers.PositionalRouting,
+        "hashed": lambda: layers.HashedRouting(
+            task.vocab_size, num_heads, write_lag=1, seed=hash_seed() if seed is None else seed
+        ),
+        "content": lambda: layers.ContentRouting(layers.LearnedRouting(width, num_heads, geometry)),
+    }
+    if routing not in routings:
+        raise ValueError(f"routing must be one of {', '.join(routings)}, got {routing!r}")
     return layers.SMatAttention(
-        width, vc_dim=vc_dim, num_heads=num_heads, field_size=field_size, routing=routing,
-        boundary=schedules[boundary], horizon=None if boundary == "rebuilt" else length, **layer,
+        width, vc_dim=vc_dim, num_heads=num_heads, field_size=geometry.field_size,
+        routing=routings[routing](), boundary=schedule,
+        horizon=None if schedule is None else length, **layer,
     )  # fmt: skip
 
 
@@ -123,13 +151,21 @@ def _mamba2_memory(
     settings: str = "default",
     selector_conv: int = 0,
     selector: str = "top_types",
+    boundary: Boundary | None = None,
     **layer: Any,
 ) -> layers.Mixer:
-    """Add a memory with learned routing, and a geometry for each length."""
-    memory = layers.ProfileMemory.for_lengths(
-        width, expand * width // head_dim, vc_dim=vc_dim, lengths=task.lengths,
-        settings=_settings(settings, selector_conv), selector=selector,
-    )  # fmt: skip
+    """Add a memory with learned routing: a geometry for each length, or a boundary schedule."""
+    num_heads = expand * width // head_dim
+    options: dict[str, Any] = {
+        "vc_dim": vc_dim, "settings": _settings(settings, selector_conv), "selector": selector,
+    }  # fmt: skip
+    if boundary is None:
+        memory = layers.ProfileMemory.for_lengths(width, num_heads, lengths=task.lengths, **options)
+    else:
+        schedule = schedule_of(boundary, task.train_length)
+        memory = layers.ProfileMemory.for_horizon(
+            width, num_heads, horizon=task.train_length, boundary=schedule, **options
+        )
     return layers.Mamba2(width, head_dim=head_dim, expand=expand, memory=memory, **layer)
 
 
@@ -172,9 +208,17 @@ MIXERS: dict[str, Callable[..., layers.Mixer]] = {
     "mamba2_log_linear": partial(_plain, layers.LogLinearMamba2),
     "gated_deltanet_log_linear": partial(_plain, layers.LogLinearGatedDeltaNet),
     "linear": _linear,
+    "smat": _smat,
     "smat_hashed": _hashed,
-    "smat_schedule": _scheduled,
+    "smat_schedule": partial(_smat, routing="hashed", vc_dim=2),
     "mamba2_smat": _mamba2_memory,
     "gated_deltanet_smat": _gated_deltanet_memory,
     "mixture_of_memories": _mixture,
 }
+
+
+def make_mixer(name: str, width: int, task: SequenceTask, **options: Any) -> layers.Mixer:
+    """Make the mixer of a name, with its options."""
+    if name not in MIXERS:
+        raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {name!r}")
+    return MIXERS[name](width, task, **options)

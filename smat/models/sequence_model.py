@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from smat.layers import sum_balance_losses
-from smat.layers.primitives import RMSNorm
-from smat.models.mixers import MIXERS, Option, SequenceTask
+from smat.models.block import Block, make_norm
+from smat.models.mixers import Option, SequenceTask, make_mixer
 from smat.models.token_losses import token_losses
-
-NORMS = {"rms": RMSNorm, "layer": nn.LayerNorm}
 
 
 @dataclass(frozen=True)
@@ -34,36 +32,6 @@ class ModelConfig:
         return SequenceModel(self, task)
 
 
-class Block(nn.Module):
-    """h + mixer(norm(h)), then h + MLP(norm(h)) at the rows that are wanted."""
-
-    def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
-        super().__init__()
-        width, inner = config.width, round(config.mlp_ratio * config.width)
-        self.norm = NORMS[config.norm](width)
-        self.mixer = MIXERS[config.mixer](width, task, **config.options)
-        self.mlp_norm = self.mlp = None
-        if inner:
-            self.mlp_norm = NORMS[config.norm](width)
-            self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
-
-    def forward(self, x: Tensor, rows: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-        """(B, T, width) -> (B, T, width), or (B, R, width) at rows (B, R)."""
-        mixed = self._mix(self.norm(x), rows, inputs)
-        x = mixed + (x if rows is None else take_rows(x, rows))
-        if self.mlp is None or self.mlp_norm is None:
-            return x
-        return x + self.mlp(self.mlp_norm(x))
-
-    def _mix(self, x: Tensor, rows: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Mix all tokens; where all examples ask at the same rows, a mixer may make these alone."""
-        extras = {name: each for name, each in inputs.items() if name in self.mixer.extra_inputs}
-        if rows is not None and bool((rows == rows[0]).all()):
-            return self.mixer(x, positions=rows[0], **extras)[0]
-        mixed = self.mixer(x, **extras)[0]
-        return mixed if rows is None else take_rows(mixed, rows)
-
-
 class SequenceModel(nn.Module):
     """Embeddings, a stack of mixers, and a read-out.
 
@@ -82,16 +50,19 @@ class SequenceModel(nn.Module):
     def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
         super().__init__()
         width, payload, vocab_size = config.width, task.payload_dim, task.vocab_size
-        if config.norm not in NORMS:
-            raise ValueError(f"norm must be one of {', '.join(NORMS)}, got {config.norm!r}")
-        if config.mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {config.mixer!r}")
         positions = torch.empty(task.max_length, width) if config.learned_positions else None
         self.tokens = nn.Embedding(vocab_size, width) if vocab_size else None
         self.payload_in = nn.Linear(payload, width, bias=False) if payload else None
         self.positions = None if positions is None else nn.Parameter(positions)
-        self.blocks = nn.ModuleList(Block(config, task) for _ in range(config.num_layers))
-        self.norm = NORMS[config.norm](width)
+        self.blocks = nn.ModuleList(
+            Block(
+                make_mixer(config.mixer, width, task, **config.options),
+                config.norm,
+                mlp_ratio=config.mlp_ratio,
+            )
+            for _ in range(config.num_layers)
+        )
+        self.norm = make_norm(config.norm, width)
         self.head = nn.Linear(width, task.num_outputs, bias=not config.tied)
         for table in (self.tokens.weight if self.tokens else None, self.positions):
             if table is not None:
@@ -126,8 +97,3 @@ class SequenceModel(nn.Module):
     def balance_loss(self) -> Tensor | None:
         """Return the balance losses of the last call, or None if no layer has one."""
         return sum_balance_losses(self)
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Gather rows (B, R) of x (B, T, width)."""
-    return x.gather(1, rows[..., None].expand(-1, -1, x.shape[-1]))

@@ -89,14 +89,14 @@ class Favor:
         self.seed = seed
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Map (..., K) to (..., r)."""
+        """Map (..., K) to (..., r), in fp32 or wider: half precision would round the gradient."""
         key_dim = x.shape[-1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32)) * key_dim**-0.25
         num_features = self.num_features or key_dim
         weights = favor_weights(wide.detach(), num_features, self.seed)
         with torch.autocast(x.device.type, enabled=False):
             exponent = wide @ weights.T - wide.square().sum(-1, keepdim=True) / 2
-        return (exponent.exp() * num_features**-0.5).to(x.dtype)
+        return exponent.exp() * num_features**-0.5
 
 
 @torch.library.custom_op("smat::favor_weights", mutates_args=())

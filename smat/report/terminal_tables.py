@@ -27,7 +27,8 @@ HEADINGS = {
     "slowest_to_median": "slowest / median", "io_bytes": "in + out", "kept_bytes": "kept",
     "working_bytes": "working", "peak_extra_bytes": "peak extra", "bound_bytes": "bound",
     "cache_bytes": "cache", "bytes": "needs", "minor_faults": "faults", "major_faults": "major",
-    "exponent": "exponent", "gemm": "product", "causal_branch": "causal branch",
+    "peak_bytes": "peak", "parameters": "parameters", "exponent": "exponent", "gemm": "product",
+    "causal_branch": "causal branch",
     "fraction_of_gemm": "fraction", "whole_op_fraction_of_gemm": "whole op, d = 1",
 }  # fmt: skip
 MILLISECONDS = ("median", "low", "high", "slowest")

@@ -34,6 +34,7 @@ OF_TENSOR = {
     "attention_mask": ("short", "twice", "empty", "flat", 2, -1, "floats", "additive", "half full"),
     "cu_seqlens": ("short", "twice", "empty", "floats", "bool", 99, -1),
     "hidden_states": ("none", "integers", "flat", "twice", "empty", "heads", "bool"),
+    "query_direction": ("floats", "bool", "flat", "short", "twice", "empty", "heads", 99, -1),
     "token_ids": ("none", "floats", "short", "twice", "empty", "bool", "flat", 99, -1),
 }
 WORDS = ("branch", "decay_scope", "backend", "feature_map", "fold")
@@ -170,6 +171,8 @@ def layer_call(target, choices):
         given = {"hidden_states": x[:1], "cu_seqlens": torch.tensor([0, 2, 5])}
         return layer, given | mixers.extras(layer, ids[:1])
     given = {"hidden_states": x, **mixers.extras(layer, ids)}
+    if "query_direction" in layer.extra_inputs:
+        given["query_direction"] = torch.zeros(BATCH, 5, 2).long()
     if target == "layer":
         mask = torch.ones(BATCH, 5)
         return layer, given | {"attention_mask": mask, "positions": torch.tensor([1, 4])}

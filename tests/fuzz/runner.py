@@ -11,8 +11,9 @@ from pathlib import Path
 import smat
 from tests.fuzz.attention import attention
 from tests.fuzz.choices import Case, Choices, shrink
+from tests.fuzz.damage import damaged
 from tests.fuzz.malformed import malformed
-from tests.fuzz.states import damaged, layers, states
+from tests.fuzz.states import layers, states
 
 KINDS: dict[str, Case] = {
     case.__name__: case for case in (attention, states, layers, malformed, damaged)
@@ -42,18 +43,18 @@ def run_case(case: Case, choices: Choices) -> None:
 
 @contextmanager
 def limited(seconds):
-    """Raise TimeoutError in what takes longer."""
+    """Raise TimeoutError in what takes longer, of the processor's time."""
 
     def stop(*_):
         raise TimeoutError(f"no answer within {seconds} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    before = signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""States and layers: a sequence in any pieces against the whole, and files that were damaged."""
+"""States and layers: a sequence in any pieces against the whole."""
 
 import itertools
 import tempfile
@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 import smat
-from tests.fuzz.attention import draw_mask, draw_options, draw_padding, draw_tensors
+from tests.fuzz.attention import DTYPES, draw_mask, draw_options, draw_padding, draw_tensors
 from tests.layers import mixers
-from tests.ops.smat.comparison import TOLERANCE, attend_densely, relative_rms, small_blocks
+from tests.ops.smat.comparison import TOLERANCE, assert_close, attend_densely, small_blocks
 from tests.ops.smat.decoding import decode, prefill, span
 
 WAYS = ("extend", "steps", "padded")
@@ -46,9 +46,9 @@ def saved_and_loaded(state, feature_map):
 
 def draw_sequence(choices):
     """Draw a mask, tensors and options for a state."""
-    seq_len, batch = choices.pick("seq_len", range(3, 100)), choices.pick("batch", [1, 2, 3])
+    seq_len, batch = choices.pick("seq_len", range(3, 70)), choices.pick("batch", [1, 2, 3])
     mask = draw_mask(choices, seq_len)
-    dtype = getattr(torch, choices.pick("dtype", ["float64", "float64", "float32"]))
+    dtype = getattr(torch, choices.pick("dtype", ["float64", *DTYPES]))
     options = draw_options(choices)
     return mask, draw_tensors(choices, mask, batch, seq_len, options, dtype), options
 
@@ -67,7 +67,6 @@ def states(choices):
     batch, seq_len = inputs["k"].shape[:2]
     pieces = list(draw_pieces(choices, batch, seq_len))
     inplace, saves = choices.pick("inplace", [False, True]), choices.pick("saves", [False, True])
-    dtype = inputs["v"].dtype
     with torch.no_grad(), small_blocks(tile=choices.pick("tile", [64, 16, 4])):
         start, stop, _, real = pieces[0]
         out, state = prefill(span(inputs, start, stop), mask, attention_mask=real, **options)
@@ -80,8 +79,7 @@ def states(choices):
     padding = whole_padding(pieces, batch)
     assert state.positions == padding.sum(1).tolist()
     expected, _ = attend_densely(inputs, mask, attention_mask=padding, **options)
-    error = relative_rms(torch.cat(outs, 1), expected)
-    assert error <= TOLERANCE[dtype][0], f"relative RMS {error}"
+    assert_close((torch.cat(outs, 1), {}), (expected, {}), inputs["v"].dtype)
 
 
 def layers(choices):
@@ -89,8 +87,11 @@ def layers(choices):
     name = choices.pick("layer", list(mixers.LAYERS))
     longest = mixers.HORIZON if name == "softmax learned" else 2 * mixers.HORIZON
     length, batch = choices.pick("length", range(1, longest + 1)), choices.pick("batch", [1, 2, 3])
-    layer = mixers.make(name, seed=choices.pick("weights", range(50)))
-    x, ids = mixers.tokens(batch, length, seed=choices.pick("values", range(1000)))
+    # Where numbers choose cells, rounding may choose others.
+    narrow = [] if name in mixers.ROUNDING_ROUTES else ["float32"]
+    dtype = getattr(torch, choices.pick("dtype", ["float64", *narrow]))
+    layer = mixers.make(name, dtype, seed=choices.pick("weights", range(50)))
+    x, ids = mixers.tokens(batch, length, dtype, seed=choices.pick("values", range(1000)))
     pieces = list(draw_pieces(choices, batch, length))
     padding = whole_padding(pieces, batch).bool()
     x = x.masked_fill(~padding.unsqueeze(-1), torch.nan)
@@ -107,7 +108,7 @@ def layers(choices):
                 given = mixers.extras(layer, ids[row : row + 1, real])
                 alone = layer(x[row : row + 1, real], **given)[0][0]
                 error = mixers.relative_rms(found[row, real], alone)
-                assert error < 1e-10, f"row {row}: relative RMS {error}"
+                assert error < 100 * TOLERANCE[dtype][0], f"row {row}: relative RMS {error}"
 
 
 def mix_piece(layer, x, ids, piece, cache):
@@ -122,33 +123,3 @@ def mix_piece(layer, x, ids, piece, cache):
         out, cache = layer.step(x[:, t], cache, **mixers.extras(layer, ids[:, t]))
         outs.append(out.unsqueeze(1))
     return torch.cat(outs, 1), cache
-
-
-def damaged(choices):
-    """A saved state with flipped bits, or cut off, is refused: nothing is read from it."""
-    mask, inputs, options = draw_sequence(choices)
-    with torch.no_grad():
-        _, state = prefill(inputs, mask, **options)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "state"
-        state.save(path)
-        content = bytearray(path.read_bytes())
-        # Half of the damage hits the description, which is short beside the tensors.
-        size = len(content) if choices.pick("tensors too", [True, False]) else 1000
-        places = range(min(size, len(content)))
-        if choices.pick("damage", ["flip", "cut"]) == "cut":
-            content = content[: choices.pick("cut at", places)]
-        else:
-            for n in range(choices.pick("flips", [1, 1, 2, 3])):
-                bit = 1 << choices.pick(f"bit {n}", range(8))
-                content[choices.pick(f"byte {n}", places)] ^= bit
-        if content == path.read_bytes():  # a bit flipped twice
-            return
-        path.write_bytes(bytes(content))
-        try:
-            smat.SMatState.load(path)
-        except ValueError as error:
-            message = str(error)
-        else:
-            raise AssertionError("a damaged file was loaded")
-        assert "state" in message, message

@@ -56,6 +56,31 @@ def test_foreign_objects_are_refused_by_their_type(name):
         layer(x[..., 1:], **extras(layer, ids))
 
 
+@each_layer
+def test_every_tensor_is_on_the_device_of_the_layer(name):
+    layer, (x, ids) = make(name), tokens(1, 5)
+    given = {"hidden_states": x, "positions": torch.tensor([1, 4]), **extras(layer, ids)}
+    for argument, value in given.items():
+        with pytest.raises(ValueError, match=f"{argument} must be on cpu as .*, got meta"):
+            layer(**given | {argument: value.to("meta")})
+
+
+def test_a_direction_that_hashed_routing_cannot_take_is_named():
+    x, ids = tokens(2, 5)
+    right, layer = torch.zeros(2, 5, 2).long(), make("smat hashed direction")
+    layer(x, token_ids=ids, query_direction=right)
+    for wrong, message in (
+        (right[:, 1:], r"of shape \(2, 5, 2\), got \(2, 4, 2\)"),
+        (right.float(), "must hold integers, got torch.float32"),
+        (right + 4, r"must lie in \[0, 4\), got values from 4 to 4"),
+        ([0, 1], "must be a tensor, got list"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=f"query_direction {message}"):
+            layer(x, token_ids=ids, query_direction=wrong)
+    with pytest.raises(TypeError, match="query_direction"):  # it reads its own cell alone
+        make("smat bucketed")(x, token_ids=ids, query_direction=right)
+
+
 def test_an_empty_packing_is_refused():
     x, _ = tokens(1, 5)
     with pytest.raises(ValueError, match=r"cu_seqlens.*\[\]"):

@@ -180,7 +180,7 @@ def test_bad_settings_are_refused_with_their_numbers(options, message):
 
 
 def test_hashed_routing_says_what_it_needs():
-    with pytest.raises(ValueError, match=r"token_ids \(B, T\) = \(1, 5\), got None"):
+    with pytest.raises(ValueError, match=r"token_ids of shape \(1, 5\), got None"):
         make("smat hashed")(tokens(1, 5)[0])
     with pytest.raises(ValueError, match="-1 and 1"):
         HashedRouting(VOCAB, 2, write_lag=-1)

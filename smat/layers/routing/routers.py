@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from smat.layers.routing.learned import LearnedRouting, balance_loss, distant_to
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
 from smat.layers.short_convolution import last_inputs, with_past
 from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
-from smat.ops.smat.arguments import check_tensor
+from smat.ops.smat.arguments import check_range, check_tensor
 from smat.ops.smat.routing import POSITIONAL, Routing
 
 
@@ -78,6 +78,8 @@ class HashedRouting(Router):
         self.vocab_size, self.num_heads, self.seed = vocab_size, num_heads, seed
         self.write_lag, self.num_keys, self.point_read = write_lag, num_keys, point_read
         self.num_kept = max(write_lag, num_keys - 1)
+        if point_read:
+            self.extra_inputs = ("token_ids",)
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read: at d = 2 a hyperplane is a cell."""
@@ -85,12 +87,7 @@ class HashedRouting(Router):
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
-        ids = call.extras.get("token_ids")
-        if ids is not None:
-            check_tensor("token_ids", ids, "integers")
-        if ids is None or tuple(ids.shape) != (call.batch, call.length):
-            wanted, shape = (call.batch, call.length), None if ids is None else tuple(ids.shape)
-            raise ValueError(f"hashed routing needs token_ids (B, T) = {wanted}, got {shape}")
+        ids = _per_token("token_ids", call)
         past, queries = call.before("routing"), _queries(call)
         history = with_past(ids, self.num_kept, past)
         # The id `lag` tokens earlier in the same sequence, the own one where none is.
@@ -111,8 +108,9 @@ class HashedRouting(Router):
         """Say what queries read whose own cell, and those of the keys before it, are given."""
         if self.point_read:
             return Routing(query_type=cells[0])
-        direction = call.extras.get("query_direction")
-        if direction is not None:
+        if call.extras.get("query_direction") is not None:
+            direction = _per_token("query_direction", call, self.num_heads)
+            check_range("query_direction", direction, geometry.num_directions)
             direction = direction[:, _queries(call)]
         elif self.num_keys == 1:
             hashed = TokenHash(self.vocab_size, self.num_heads, geometry, self.seed + 1)
@@ -246,6 +244,17 @@ def neighbour_routings(
         profile = from_digits(digits, geometry.field_size)
         found.append(detached._replace(profile=profile, write_weight=weight))
     return tuple(found)
+
+
+def _per_token(name: str, call: CallInfo, *heads: int) -> Tensor:
+    """Take an argument of a call, and refuse it unless it is integers (B, T), or (B, T, heads)."""
+    x, shape = call.extras.get(name), (call.batch, call.length, *heads)
+    if x is not None:
+        check_tensor(name, x, "integers")
+        if tuple(x.shape) == shape:
+            return cast(Tensor, x)
+    found = None if x is None else tuple(x.shape)
+    raise ValueError(f"hashed routing needs {name} of shape {shape}, got {found}")
 
 
 def _queries(call: CallInfo) -> slice | Tensor:

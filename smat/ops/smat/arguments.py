@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smat.machine import guard_bfloat16
-from smat.masks import SMatMask
+from smat.masks import SMatMask, SMatWarning
 from smat.ops.smat.routing import Gates, Routing
 
 if TYPE_CHECKING:
@@ -82,13 +83,23 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, num_queries: int | None = None) -
 
 
 def check_length(k: Tensor, mask: SMatMask) -> None:
-    """Refuse keys past the mask's horizon, or with heads where time should be."""
-    if k.shape[2] == mask.seq_len > k.shape[1] and not mask.boundary.horizon_free:
-        raise ValueError(
-            f"tensors are (batch, time, heads, width), got k {tuple(k.shape)} for a mask of "
-            f"T = {mask.seq_len}: transpose the time and the heads"
-        )
+    """Refuse keys past the mask's horizon; doubt those with heads where time should be."""
     mask.check_length(k.shape[1])
+    doubtful = k.shape[2] == mask.seq_len > k.shape[1] and not mask.boundary.horizon_free
+    if doubtful and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"k {tuple(k.shape)} is taken for {k.shape[1]} tokens of {k.shape[2]} heads: tensors "
+            f"are (batch, time, heads, width). If the {mask.seq_len} of the mask are its tokens, "
+            "transpose the time and the heads",
+            SMatWarning,
+            stacklevel=3,
+        )
+
+
+def check_device(name: str, x: Tensor, device: torch.device, whose: str = "q, k and v are") -> None:
+    """Refuse a tensor on another device."""
+    if x.device != device:
+        raise ValueError(f"{name} must be on {device} as {whose}, got {x.device}")
 
 
 def check_per_token(
@@ -96,8 +107,7 @@ def check_per_token(
 ) -> None:
     """Refuse what is not (B, time, heads) of a kind, on the device of another tensor."""
     check_tensor(name, x, kind)
-    if x.device != like.device:
-        raise ValueError(f"{name} must be on {like.device} as q, k and v are, got {x.device}")
+    check_device(name, x, like.device)
     if x.ndim != 3 or tuple(x.shape[:2]) != (len(like), time) or x.shape[2] not in heads:
         numbers = " or ".join(str(count) for count in sorted(heads))
         raise ValueError(
@@ -136,13 +146,14 @@ def check_gates_and_routing(
             )
 
 
-def check_positions(positions: Tensor, length: int) -> None:
-    """Refuse positions (R,) that are no integers in [0, length)."""
+def check_positions(positions: Tensor, like: Tensor) -> None:
+    """Refuse positions (R,) that are no integers in [0, T), or not beside another (B, T, ...)."""
     check_tensor("positions", positions, "integers")
+    check_device("positions", positions, like.device, "the tokens are")
     if positions.ndim != 1:
         raise ValueError(f"positions must be a vector, got shape {tuple(positions.shape)}")
     if not torch.compiler.is_compiling():  # the operator looks at values too
-        check_range("positions", positions, length)
+        check_range("positions", positions, like.shape[1])
 
 
 def check_padding(attention_mask: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
@@ -285,15 +296,3 @@ def check_features(name: str, before: Tensor, after: Any) -> None:
             f"a feature map may change the width only, but it made {tuple(after.shape)} of {name} "
             f"{tuple(before.shape)}"
         )
-
-
-def repeat_heads(x: Any, num_heads: int) -> Any:
-    """Repeat each head of (B, T, heads, ...) as often as it takes to have so many; None stays.
-
-    Half precision is widened, so that the gradients of the copies are added up in fp32.
-    """
-    if x is None or x.shape[2] == num_heads:
-        return x
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
-    return x.repeat_interleave(num_heads // x.shape[2], 2)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
+from smat.ops.linear.chunks import repeat_heads
 from smat.ops.linear.decay import LogDecay
-from smat.ops.smat.arguments import check_values, repeat_heads
+from smat.ops.smat.arguments import check_values
 from smat.ops.smat.routing import Gates, Options, Routing
 
 MAX_ROWS = 64

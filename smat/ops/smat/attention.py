@@ -210,7 +210,7 @@ def attend_backward(
     out: Tensor,
     normalizer: Tensor,
 ) -> dict[str, Tensor]:
-    """Find the gradients of all tensors that were given, by name."""
+    """Find the gradients of all tensors that were given, by name, fp32 or wider."""
     given = {
         "q": inputs.q, "k": inputs.k, "v": inputs.v, "log_decay": inputs.gates.log_decay,
         "key_gate": inputs.gates.key_gate, "write_weight": inputs.routing.write_weight,
@@ -226,7 +226,7 @@ def attend_backward(
         grad_y = divide_backward(grad, answer, total) if options.normalize else grad.contiguous()
         _slice_backward(Loaded(part, inputs, options), backend, grad_y, grads)
         del grad_y  # the next slice can have its memory
-    return {name: grad.to(given[name].dtype) for name, grad in grads.items()}  # type: ignore[union-attr]
+    return grads
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -8,6 +8,7 @@ from torch import Tensor
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, split_feature_map
+from smat.ops.linear.chunks import repeat_heads
 from smat.ops.smat import arguments as check
 from smat.ops.smat.at_rows import attend_few, is_few
 from smat.ops.smat.decode import SMatState
@@ -87,7 +88,7 @@ def smat_attention(
     routing = Routing(profile, query_type, write_weight, read_weight)
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend)
     if positions is not None:
-        check.check_positions(positions, k.shape[1])
+        check.check_positions(positions, k)
         positions = positions.long()
     if cu_seqlens is not None:
         check.check_packing(cu_seqlens, q)
@@ -106,14 +107,13 @@ def smat_attention(
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
     if positions is not None and padding is None:
         reads = _reads_at(routing, positions)
-        rows = q.to(torch.promote_types(q.dtype, torch.float32))[:, positions]  # sums are wide
-        out = _attend(rows, k, v, gates, reads, positions, cu_seqlens, options)
+        out = _attend(_rows(q, positions), k, v, gates, reads, positions, cu_seqlens, options)
     else:
         out = _attend(q, k, v, gates, routing, None, cu_seqlens, options)
-    out = out.to(dtype)
     if padding is not None:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]
+    out = out.to(dtype)
     if not output_final_state:
         return out, None
     state = SMatState.after(
@@ -155,7 +155,7 @@ def smat_attention_at(
     gates, routing = sort_per_token("smat_attention_at", per_token)
     check.check_tensor("positions", positions, "integers")
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend, positions.numel())
-    check.check_positions(positions, k.shape[1])
+    check.check_positions(positions, k)
     if cu_seqlens is not None:
         check.check_packing(cu_seqlens, q)
     else:
@@ -214,23 +214,26 @@ def one_per_head(
     key_gate = gates.key_gate
     if v.shape[2] > k.shape[2]:
         if key_gate is not None and key_gate.shape[2] > k.shape[2]:
-            q, k = (check.repeat_heads(x, num_heads) for x in (q, k))
-        per_value = tuple(check.repeat_heads(x, num_heads) for x in per_value)
+            q, k = (repeat_heads(x, num_heads) for x in (q, k))
+        per_value = tuple(repeat_heads(x, num_heads) for x in per_value)
     elif any(x is not None and x.shape[2] != k.shape[2] for x in (key_gate, *per_value)):
-        k, v, key_gate, *rest = (
-            check.repeat_heads(x, num_heads) for x in (k, v, key_gate, *per_value)
-        )
+        k, v, key_gate, *rest = (repeat_heads(x, num_heads) for x in (k, v, key_gate, *per_value))
         per_value = tuple(rest)
     log_decay, write_weight, profile = per_value
     routing = routing._replace(write_weight=write_weight, profile=profile)
     return q, k, v, Gates(log_decay, key_gate), routing
 
 
+def _rows(x: Tensor, positions: Tensor) -> Tensor:
+    """Take rows of (B, T, ...), widened: the gradients of a repeated one are added up in fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))[:, positions]
+
+
 def _reads_at(routing: Routing, positions: Tensor) -> Routing:
     types, weight = routing.query_type, routing.read_weight
     return routing._replace(
         query_type=None if types is None else types[:, positions],
-        read_weight=None if weight is None else weight[:, positions],
+        read_weight=None if weight is None else _rows(weight, positions),
     )
 
 

@@ -78,10 +78,10 @@ def attend_backward(
     chosen, length = choose_backend(backend, inputs.q.device), inputs.k.shape[1]
     keep_freed_pages()
     with torch.autocast(inputs.q.device.type, enabled=False):
-        if positions is None:
-            grads = attention.attend_backward(inputs, options, chosen, *answers)
-            return list(grads.values())
         given = [x for x in tensors[:NUM_DIFFERENTIABLE] if x is not None]
+        if positions is None:
+            total = list(attention.attend_backward(inputs, options, chosen, *answers).values())
+            return [grad.to(x.dtype) for grad, x in zip(total, given, strict=True)]
         wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
         total = [torch.zeros_like(x, dtype=dtype) for x, dtype in zip(given, wide, strict=True)]
         for some in _distinct(positions):
@@ -92,7 +92,7 @@ def attend_backward(
             )
             for into, (name, grad) in zip(total, found.items(), strict=True):
                 if name in ("q", "read_weight"):
-                    into[:, some] = grad[:, at].to(into.dtype)
+                    into[:, some] = grad[:, at]
                 else:
                     into += grad
     return [grad.to(x.dtype) for grad, x in zip(total, given, strict=True)]

@@ -73,14 +73,16 @@ def load_state(
 
 
 def checksum(about: str, tensors: Mapping[str, Tensor]) -> str:
-    """Sum up a state so that no single flipped bit goes unnoticed."""
+    """Sum up a state so that one flipped bit, or two, cannot go unnoticed."""
     parts = [hashlib.sha256(about.encode()).hexdigest()]
     for name, x in sorted(tensors.items()):
         content = x.reshape(-1).view(torch.uint8)
         words = F.pad(content, (0, -len(content) % 8)).view(torch.int64)
-        # An odd factor for each word: a flipped bit changes the sum, whatever it is.
+        # An odd factor for each word: no power of 2 times one is that of another. Halves are summed
+        # apart, since the top bit of a whole word would leave the same remainder in all of them.
         place = 2 * torch.arange(len(words), device=x.device) + 1
-        parts.append(f"{name}:{int((words * place).sum())}")
+        halves = ((each * place).sum() for each in (words >> 32, words & 0xFFFFFFFF))
+        parts.append(f"{name}:{':'.join(str(int(half)) for half in halves)}")
     return " ".join(parts)
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.ops.feature_maps import pointwise
+from smat.ops.linear.chunks import repeat_heads
 from smat.ops.linear.decay import FORGETS, decay_factor
 from smat.ops.smat import arguments as check
 from smat.ops.smat.cohorts import Cohort
@@ -61,11 +62,11 @@ def load_tokens(
         check.check_new_tokens(state, q, k, v, gates, routing)
     phi = None if q is None else _features(state, "q", q, spec.query_heads)
     psi = _features(state, "k", k, spec.heads, mapped)
-    v = check.repeat_heads(v.to(state.dtype), spec.heads)
+    v = repeat_heads(v.to(state.dtype), spec.heads)
     if spec.normalize:
         v = F.pad(v, (0, 1), value=1.0)
     log_decay, key_gate, write_weight, profile = (
-        check.repeat_heads(x, spec.heads) for x in (*gates, routing.write_weight, routing.profile)
+        repeat_heads(x, spec.heads) for x in (*gates, routing.write_weight, routing.profile)
     )
     if key_gate is not None:
         psi = psi * key_gate.to(psi.dtype).unsqueeze(-1)
@@ -90,7 +91,7 @@ def _features(
         x = features
     if x.shape[-1] != state.spec.feature_dim:
         raise ValueError(f"the state holds {state.spec.feature_dim} features, got {x.shape[-1]}")
-    return check.repeat_heads(pointwise(state.pointwise, x.to(state.dtype)), num_heads)
+    return repeat_heads(pointwise(state.pointwise, x.to(state.dtype)), num_heads)
 
 
 def step_token(state: StateTables, tokens: Tokens, spread: bool) -> Tensor:

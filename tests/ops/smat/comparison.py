@@ -154,9 +154,19 @@ def attend_at(inputs, mask, positions, **options):
 
 
 def attend_densely(inputs, mask, feature_map="elu", **options):
-    """Run the oracle in fp64 on the same numbers; return its output and its gradients."""
-    own = leaves(inputs, torch.float64)
-    features = Favor() if feature_map == "favor" else feature_map
+    """Run the oracle in fp64 on the same numbers; return its output and its gradients.
+
+    What a caller's own map makes of q and k is rounded to the dtype that it computes in. That is
+    what the op is given, so the oracle has the same numbers, and the exact derivative.
+    """
+    own, dtype = leaves(inputs, torch.float64), inputs["q"].dtype
+
+    def rounded(x):
+        exact = feature_map(x)
+        return exact + (feature_map(x.to(dtype)) - exact).detach()
+
+    known = Favor() if feature_map == "favor" else feature_map
+    features = rounded if callable(feature_map) else known
     out = smat.reference_attention(mask=mask, feature_map=features, **own, **options)
     return out.detach(), gradients(out, own)
 
@@ -166,16 +176,19 @@ def assert_close(found, expected, dtype):
 
     A gradient that vanishes in exact arithmetic, as that of q does where a query sees one key, is
     measured against a thousandth of the largest one, or so that sixteen roundings of a sum as large
-    as that one are within the tolerance: in fp32 a thousandth would leave less than one.
+    as that one are within the tolerance: in fp32 a thousandth would leave less than one. Weights
+    below the smallest normal number of the sums are 0, so nothing near it has its digits; nor has
+    an output near the smallest number of its dtype.
     """
     (out, grads), (true_out, true_grads) = found, expected
     out_tolerance, grad_tolerance = TOLERANCE[dtype]
-    rounding = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    own, sums = (torch.finfo(x) for x in (dtype, torch.promote_types(dtype, torch.float32)))
     assert out.dtype == dtype
     assert all(grad.dtype == dtype for grad in grads.values())
-    share = max(1e-3, 16 * rounding / grad_tolerance)
-    least = share * max(rms(grad) for grad in true_grads.values())
-    errors = {"out": relative_rms(out, true_out)} | {
+    share = max(1e-3, 16 * sums.eps / grad_tolerance)
+    gone = max(sums.tiny / sums.eps, own.tiny * own.eps / out_tolerance)
+    least = max(gone, *(share * rms(grad) for grad in true_grads.values()), 0.0)
+    errors = {"out": relative_rms(out, true_out, gone)} | {
         name: relative_rms(grads[name], grad, least) for name, grad in true_grads.items()
     }
     limits = {name: out_tolerance if name == "out" else grad_tolerance for name in errors}

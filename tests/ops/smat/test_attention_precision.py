@@ -84,3 +84,27 @@ def test_autocast_of_half_precision_projections():
     assert out.dtype == torch.bfloat16
     assert relative_rms(out.detach(), expected) <= 5e-3
     assert inputs["q"].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_gradients_of_a_repeated_position_are_added_up_wide(dtype, padded):
+    """Three readers of one row all but cancel, and what is left of them has its digits."""
+    mask, inputs = smat.SMatMask(40, 3, 8, field_size=3), make_inputs(40, batch=1, dtype=dtype)
+    generator, reads = torch.Generator().manual_seed(4), (1, 40, 2, 2)
+    inputs["log_decay"] = mild_gates((1, 40, 2)).to(dtype)
+    inputs["query_type"] = torch.randint(12, reads, generator=generator)
+    inputs["read_weight"] = torch.rand(reads, generator=generator).to(dtype)
+    options = {"attention_mask": torch.ones(1, 40)} if padded else {}
+    found, expected = leaves(inputs), leaves(inputs, torch.float64)
+    rows, eps = torch.tensor([37, 37, 37]), torch.finfo(dtype).eps
+    out, _ = smat.smat_attention(mask=mask, positions=rows, **found, **options)
+    pull = 1 + eps * torch.randint(int(1 / eps), out.shape, generator=generator)
+    pull[:, 2] = -pull[:, :2].sum(1).to(dtype) - 2 * eps
+    assert torch.equal(pull.to(dtype).float(), pull)
+    out.backward(pull.to(dtype))
+    once = smat.reference_attention(mask=mask, **expected, **options)[:, [37]]
+    once.backward(pull.double().sum(1, keepdim=True))
+    for name, x in found.items():
+        if x.requires_grad:
+            assert relative_rms(x.grad, expected[name].grad) <= 1e-2, name

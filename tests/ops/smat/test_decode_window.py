@@ -5,6 +5,7 @@ import torch
 
 import smat
 from smat.ops.smat import fold
+from tests.ops.smat import million_steps
 from tests.ops.smat.comparison import make_inputs, mild_gates, relative_rms
 from tests.ops.smat.decoding import at, decode, empty_for
 
@@ -59,6 +60,15 @@ def test_a_window_does_not_drift(vc_dim, gated):
 @pytest.mark.parametrize("vc_dim", [2, 3, 4])
 def test_a_window_does_not_drift_over_20000_steps(vc_dim, gated):
     check_far_past_the_horizon(20000, vc_dim, gated)
+
+
+@pytest.mark.parametrize("num_steps", [10_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+def test_errors_and_memory_do_not_grow_with_the_steps(num_steps):
+    found = million_steps.run(num_steps, vc_dim=2, gated=False)
+    assert found["steps"] == num_steps
+    assert found["error"] < 1e-5
+    first, last = found["peak_kb"]
+    assert last < first + 16 * 1024
 
 
 @pytest.mark.parametrize(("vc_dim", "field_size"), [(2, 31), (3, 11), (4, 5)])

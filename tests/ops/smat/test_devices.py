@@ -28,9 +28,9 @@ def attend(**given):
     return smat.smat_attention(mask=MASK, **given)[0]
 
 
-def attend_at(**given):
+def attend_at(positions=ROWS, **given):
     at = {name: given[name][:, :2] for name in ("q", "query_type", "read_weight") if name in given}
-    return smat_attention_at(mask=MASK, positions=ROWS, **{**given, **at})
+    return smat_attention_at(mask=MASK, positions=positions, **{**given, **at})
 
 
 def step(**given):
@@ -78,3 +78,11 @@ def test_padding_and_edges_are_on_their_device():
         attend(**make_inputs(64), attention_mask=torch.ones(2, 64, device="meta"))
     with pytest.raises(ValueError, match=r"cu_seqlens must be .*on cpu, got .* on meta"):
         attend(**make_inputs(64, batch=1), cu_seqlens=torch.tensor([0, 64], device="meta"))
+
+
+@pytest.mark.parametrize("call", [attend, attend_at])
+def test_positions_are_on_their_device(call):
+    given = make_inputs(64)
+    assert call(**given, positions=ROWS).shape[1] == 2
+    with pytest.raises(ValueError, match="positions must be on cpu as the tokens are, got meta"):
+        call(**given, positions=ROWS.to("meta"))

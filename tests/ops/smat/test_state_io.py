@@ -164,6 +164,17 @@ def test_a_flipped_bit_or_a_cut_is_noticed(seed, tmp_path):
         smat.SMatState.load(path)
 
 
+def test_two_flipped_signs_do_not_make_up_for_each_other():
+    tensors = {"recent": torch.randn(6, dtype=torch.float64)}
+    for bit in (0, 31, 32, 62, 63):
+        words = tensors["recent"].view(torch.int64).clone()
+        words[1] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+        once = checksum("", {"recent": words})
+        words[4] ^= torch.tensor(1 << bit if bit < 63 else -(1 << 63))
+        twice = checksum("", {"recent": words})
+        assert len({checksum("", tensors), once, twice}) == 3, bit
+
+
 @pytest.mark.parametrize("offset", [0, 30, 200, 500, 900])
 def test_a_flipped_bit_of_the_description_is_noticed(offset, tmp_path):
     _, path = saved(tmp_path)
