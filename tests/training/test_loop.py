@@ -47,6 +47,7 @@ def test_it_learns_and_returns_what_a_record_needs(tmp_path):
     result = fit(tmp_path, changed(CONFIG, steps=300))
     assert set(result) == {
         "accuracy", "by_cell", "loss", "curve", "parameters", "minutes", "steps_per_second",
+        "tokens_per_second",
     }  # fmt: skip
     assert result["accuracy"] > 90
     assert set(result["by_cell"]) == {"index=0", "index=1"}

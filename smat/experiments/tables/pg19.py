@@ -176,7 +176,7 @@ PG19_BYTES = Experiment.of_presets(
 )  # fmt: skip
 SMALL_TOKENS = token_task(1024, 4096, unit="perplexity", num_eval=128, eval_batch_size=4)
 QUICK_TOKENS = token_task(256, 4096, unit="perplexity", num_eval=32, eval_batch_size=4)
-QUICK_RECIPE = SMALL_RECIPE.changed(steps=50, batch_size=4, warmup_steps=10)
+QUICK_RECIPE = SMALL_RECIPE.changed(steps=100, batch_size=4, warmup_steps=10)
 PG19_300M = Experiment.of_presets(
     name="pg19-300m",
     title="PG-19, 300M tokens",
@@ -184,7 +184,7 @@ PG19_300M = Experiment.of_presets(
     cells={"T=16384": "16K context", "T=32768": "32K context"},
     presets={
         "quick": Preset(
-            "4,096 tokens instead of 50,257, two layers of width 64 at T = 256, 50 steps, Mamba-2 "
+            "4,096 tokens instead of 50,257, two layers of width 64 at T = 256, 100 steps, Mamba-2 "
             "alone and with d = 2",
             {"all": token_rows(QUICK_TOKENS, 64, 2, QUICK_RECIPE)},
             arms=("mamba2", "smat_d2"),
@@ -219,7 +219,7 @@ PG19_750M = Experiment.of_presets(
     cells={"perplexity": "perplexity"},
     presets={
         "quick": Preset(
-            "4,096 tokens instead of 50,257, two layers of width 64 at T = 256, 50 steps, Gated "
+            "4,096 tokens instead of 50,257, two layers of width 64 at T = 256, 100 steps, Gated "
             "DeltaNet alone and with d = 2",
             {"all": large_rows(QUICK_TOKENS, 64, 2, QUICK_RECIPE)},
             arms=("gated_deltanet", "gated_deltanet_smat_d2"),
