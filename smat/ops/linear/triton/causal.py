@@ -72,7 +72,8 @@ class Causal:
             sizes["GROUP"] = 1
         launch(
             scan_states, len(self.plan.windows) * batch * heads * k_blocks * v_blocks,
-            *strided(left, right, scale, column, self.cum), *self.plan[:2], states, sums, batch, heads, num_slots, **sizes,
+            *strided(left, right, scale, column, self.cum), *self.plan[:2], states, sums,
+            batch, heads, num_slots, **sizes,
             REVERSE=reverse, EVERY_VISIT=every_visit,
         )  # fmt: skip
         return states, sums
