@@ -6,7 +6,6 @@ import torch
 from smat.geometry.radon import backproject_tables, tabulate_tables
 from smat.ops.smat.triton import shear
 
-
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in [(13, 2, 40), (3, 4, 130)]]
 
 
