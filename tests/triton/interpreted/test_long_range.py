@@ -7,7 +7,7 @@ from smat.masks import SMatMask
 from smat.ops.feature_maps import inverse_or_zero
 from smat.ops.smat import attention
 from smat.ops.smat.routing import Gates, Inputs, Options, Routing
-from smat.ops.smat.triton import groups
+from smat.ops.smat.triton import folds, groups
 from smat.ops.smat.triton import long_range as kernels
 from smat.ops.triton.decay import sum_gates
 from smat.ops.triton.launch import record_launches
@@ -117,9 +117,9 @@ def test_heads_that_share(heads, given):
 
 
 @pytest.mark.parametrize("given", [("log_decay",), (*WEIGHTS, *ROUTED)])
-@pytest.mark.parametrize("boundary", [window(8), doubling()])
-def test_boundaries_that_move(boundary, given):
-    mask = SMatMask(seq_len=40, vc_dim=3, chunk_size=8, field_size=2, boundary=boundary)
+@pytest.mark.parametrize(("boundary", "vc_dim"), [(window(8), 3), (doubling(), 2)])
+def test_boundaries_that_move(boundary, vc_dim, given):
+    mask = SMatMask(seq_len=40, vc_dim=vc_dim, chunk_size=8, field_size=2, boundary=boundary)
     assert len(mask.segments(35)) > 3
     check(draw(mask, 35, given), Options(mask))
 
@@ -160,7 +160,7 @@ def test_vectors_of_several_tiles(monkeypatch, sizes):
 
 
 def test_some_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr(kernels, "TABLE_BYTES", 700)  # two rows of 4 x 4 + 4 numbers for 4 types
+    monkeypatch.setattr(folds, "TABLE_BYTES", 700)  # two rows of 4 x 4 + 4 numbers for 4 types
     mask = SMatMask(seq_len=20, vc_dim=2, chunk_size=4, field_size=4 - 1)
     inputs = draw(mask, 20, (*WEIGHTS, *ROUTED), heads=(3, 3, 3))
     with record_launches() as launches:
@@ -170,8 +170,19 @@ def test_some_rows_at_a_time(monkeypatch):
 
 
 def test_half_precision_and_strides():
-    mask = SMatMask(seq_len=40, vc_dim=3, chunk_size=8, field_size=2)
+    mask = SMatMask(seq_len=40, vc_dim=2, chunk_size=8, field_size=2)
     inputs = draw(mask, 37, WEIGHTS, batch=2, heads=(2, 2, 2), dtype=torch.float16)
     turned = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs[:3])
     grad_out = torch.ones(1).expand(2, 37, 2, 4)
     check(Inputs(*turned, *inputs[3:]), Options(mask), 5e-3, 5e-3, grad_out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", [(2, 2, 2), (4, 2, 2), (1, 1, 2)])
+@pytest.mark.parametrize("given", [(), WEIGHTS, (*WEIGHTS, *ROUTED)])
+@pytest.mark.parametrize("boundary", [None, window(24)])
+@pytest.mark.parametrize("vc_dim", [1, 2, 3, 4])
+def test_the_whole_grid(vc_dim, boundary, given, heads):
+    mask = SMatMask(seq_len=80, vc_dim=vc_dim, chunk_size=8, boundary=boundary)
+    inputs = draw(mask, 77, given, heads, sizes=(20, 12), reads=4)
+    check(inputs, Options(mask))

@@ -1,4 +1,4 @@
-"""Tokens that share a table entry, as programs visit them (the torch form is `smat.ops.smat.groups`).
+"""Tokens that share a table entry, as programs visit them (torch form: `smat.ops.smat.groups`).
 
 A visit is one read of one query, or one write of one key. A program works off a block of visits to
 one entry. Of positional groups token and block follow from each other; routed visits are sorted on
@@ -101,7 +101,7 @@ def find_block(
     blocks, number, first_row, num_blocks, num_entries, start, stop, num_groups, phase,
     HEADS: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
-    """Find a block's row and entry, its first token (routed: first visit), how many visits it has."""
+    """Find a block's row and entry, first token (routed: first visit), and number of visits."""
     block = number % num_blocks
     row = first_row + number // num_blocks
     if blocks is None:
@@ -121,7 +121,7 @@ def find_visits(
     order, row, num_visits, begin, index, inside, start, num_groups, num_rows, length,
     HEADS: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """Find token, head and number of the read of some visits, and where their head's vectors lie."""
+    """Find token, head and number of the read of some visits, and where their numbers lie."""
     if order is None:
         token = begin + (index // HEADS).to(tl.int64) * num_groups
         head = index % HEADS

@@ -1,4 +1,4 @@
-"""Pool tokens by their table entry: F = sum of psi v' by profile, and its like by type (equation 6).
+"""Pool tokens by their table entry: sums of psi v' by profile, and their like by type (equation 6).
 
 An entry holds the K x V state, row by row, and behind it the K sums that make the normaliser.
 """

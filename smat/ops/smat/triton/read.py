@@ -11,6 +11,8 @@ from smat.ops.smat.triton.tokens import Side, block_size
 from smat.ops.triton.features import feature, feature_derivative, load, load_features
 from smat.ops.triton.launch import launch
 
+PART = 32  # of the numbers that a product sums over: fp32 as three TF32 parts takes registers
+
 
 @triton.jit
 def read_kernel(
@@ -153,10 +155,8 @@ def read(
     visits: Visits, side: Side, table: Tensor, answer: Tensor, sums: Tensor | None, first_row: int,
     begin_at: int = 0, *, add: bool,
 ) -> None:  # fmt: skip
-    """Write, or add, what the visits of some rows read: (B, t, heads, reads, V), from
-    token `begin_at` on.
-    """
-    block_k, block_v = block_size(side.num_keys), block_size(side.num_values)
+    """Write, or add, what visits of some rows read: (B, t, heads, reads, V) from `begin_at` on."""
+    block_k, block_v = PART, block_size(side.num_values)
     launch(
         read_kernel, len(table) * visits.num_blocks * triton.cdiv(side.num_values, block_v),
         *visits.arguments, side.left, side.scale, side.weight, table, answer, sums, first_row,
@@ -170,10 +170,8 @@ def pull(
     visits: Visits, side: Side, table: Tensor, answer: Tensor, dots: Tensor | None, first_row: int,
     begin_at: int = 0, *, add: bool,
 ) -> None:  # fmt: skip
-    """Write, or add, the gradients of the left vectors: (B, t, heads, reads, K),
-    from token `begin_at` on.
-    """
-    block_k, block_v = block_size(side.num_keys), block_size(side.num_values)
+    """Write, or add, gradients of left vectors: (B, t, heads, reads, K) from `begin_at` on."""
+    block_k, block_v = block_size(side.num_keys), PART
     launch(
         pull_kernel, len(table) * visits.num_blocks * triton.cdiv(side.num_keys, block_k),
         *visits.arguments, side.left, side.right, side.scale, side.weight, side.last, table, answer,

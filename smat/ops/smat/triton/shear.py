@@ -1,4 +1,4 @@
-"""Tabulate type states from profile states, and back, on a GPU (spec of the torch form: radon).
+"""Tabulate type states from profile states, and back, on a GPU (Algorithm 2 as shears).
 
 Directions with z leading zeros see the profile states summed over z coordinates, a problem of
 D - z coordinates, which takes its own shears, one coordinate a launch. Tables lie as in
@@ -61,7 +61,7 @@ def shear_kernel(
             row = (line * others).to(tl.int64) * num_columns
             total = tl.load(next_source + row[:, None] + column[None, :], mask=inside, other=0.0)
         sheared = y
-        for term in range(0, Q):
+        for term in range(Q):
             row = (term * source_term + sheared * source_y).to(tl.int64) * num_columns
             total += tl.load(source + row[:, None] + column[None, :], mask=inside, other=0.0)
             sheared += shift
@@ -73,7 +73,7 @@ def shear_kernel(
             line = start + tl.arange(0, ENTRIES)
             inside = (line < Q)[:, None] & is_column
             total = tl.zeros((ENTRIES, COLUMNS), tl.float32)
-            for y in range(0, Q):
+            for y in range(Q):
                 row = (line * source_term + y * source_y).to(tl.int64) * num_columns
                 total += tl.load(source + row[:, None] + column[None, :], mask=inside, other=0.0)
             row = (line * others).to(tl.int64) * num_columns
