@@ -20,7 +20,7 @@ from smat.ops.smat.step import allocate_gates, count_token, map_before, meet_eve
 from smat.ops.smat.triton.step import step_kernel
 from smat.ops.triton.launch import launch
 
-TILE = 4096  # numbers that a program holds of a state at a time, for all queries of a group
+TILE = 2048  # numbers that a program holds of a state at a time, for all queries of a group
 WRITTEN = ("recent", "profile_table", "log_decay", "profile_log_decay")
 # As the operator takes them.
 TABLES = (

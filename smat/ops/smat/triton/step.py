@@ -105,8 +105,8 @@ def step_kernel(
             tile = add_to_state(state, at, inside, left, new)
             seen = tl.where(window == each, tile, seen)
             if NORMALIZE:
-                tile = add_to_state(state, ones, real, left, psi)
-                weight = tl.where(window == each, tile, weight)
+                sums = add_to_state(state, ones, real, left, psi)
+                weight = tl.where(window == each, sums, weight)
         if LOCAL:
             y += tl.sum(phi[:, :, None] * seen[None, :, :], axis=1)
             z += tl.sum(phi * weight[None, :], axis=1)
@@ -128,12 +128,12 @@ def step_kernel(
                         kind = tl.load(query_type + asks, mask=g < GROUP, other=0).to(tl.int64)
                     if read_weight is not None:
                         due *= load(read_weight + asks, g < GROUP)[:, None]
-                    state = type_table + (first + kind[:, None]) * SIZE
+                    read = type_table + (first + kind[:, None]) * SIZE
                     several = asked[:, :, None] & inside[None, :, :]
-                    tile = load(state[:, :, None] + at[None, :, :], several)
-                    y += tl.sum(due[:, :, None] * tile, axis=1)
+                    entries = load(read[:, :, None] + at[None, :, :], several)
+                    y += tl.sum(due[:, :, None] * entries, axis=1)
                     if NORMALIZE:
-                        z += tl.sum(due * load(state + ones[None, :], asked), axis=1)
+                        z += tl.sum(due * load(read + ones[None, :], asked), axis=1)
     if NORMALIZE:
         nothing = tl.abs(z) < 1.1754943508222875e-38
         y = tl.where(nothing[:, None], 0.0, y / tl.where(nothing, 1.0, z)[:, None])
