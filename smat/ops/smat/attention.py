@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.masks import Segment
+from smat.masks import Segment, SMatMask
 from smat.ops.feature_maps import (
     divide_backward,
     inverse_or_zero,
@@ -110,7 +110,7 @@ class Loaded:
         self.log_decay = self._rows(log_decay, None)  # (N, M, T)
         self.decay = None if self.log_decay is None else LogDecay.of(self.log_decay)
         self.write_weight = self._rows(self.given.write_weight, self.dtype)
-        self.segments = self._segments()
+        self.segments = segments_of(inputs, options, self.mask, self.v.shape[2])
         self.has_local = options.branch != "long_range"
         self.has_distant = options.branch != "causal" and self.segments[-1].boundary > 0
 
@@ -129,19 +129,6 @@ class Loaded:
         v_aug[..., :-1] = v
         v_aug[..., -1] = 1
         return v_aug
-
-    def _segments(self) -> tuple[Segment, ...]:
-        """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
-
-        Only weights, several reads, gates of one kind or one branch alone tell distant keys from
-        recent ones there.
-        """
-        length, types = self.v.shape[2], self.given.query_type
-        weighs = self.write_weight is not None or (types is not None and types.ndim == 4)
-        forgets = self.decay is not None and self.options.decay_scope != "all"
-        if self.mask.vc_dim == 1 and not weighs and not forgets and self.options.branch == "both":
-            return (Segment(0, self.mask.check_length(length), 0),)
-        return self.mask.segments(length)
 
     def distant_arguments(self) -> tuple[Tensor, Tensor, Tensor, LogDecay | None, Routing]:
         """Give every head of values a row of its own, as the long range takes them."""
@@ -162,6 +149,22 @@ class Loaded:
         )
         routing = Routing(None if profile is None else profile.flatten(0, 1), types, None, weight)
         return phi, psi, self.v.flatten(0, 1), decay, routing
+
+
+def segments_of(
+    inputs: Inputs, options: Options, mask: SMatMask, length: int
+) -> tuple[Segment, ...]:
+    """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
+
+    Only weights, several reads, gates of one kind or one branch alone tell distant keys from
+    recent ones there.
+    """
+    types, routing = inputs.routing.query_type, inputs.routing
+    weighs = routing.write_weight is not None or (types is not None and types.ndim == 4)
+    forgets = inputs.gates.log_decay is not None and options.decay_scope != "all"
+    if mask.vc_dim == 1 and not weighs and not forgets and options.branch == "both":
+        return (Segment(0, mask.check_length(length), 0),)
+    return mask.segments(length)
 
 
 def attend(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
