@@ -8,14 +8,20 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import ceil
 from pathlib import Path
 from typing import Any
 
-from smat.extras import require
-from smat.ops.triton.launch import Launch
+import torch
 
+from smat.bench.launches import DTYPES, Case, backward_launches, forward_launches, step_launches
+from smat.extras import require
+from smat.ops.triton.launch import Launch, precision_on
+
+EVERYTHING: dict[str, Any] = {"gated": True, "routed": True, "group": 2, "window_step": 8192}
 SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 AMD_FIELDS = (".vgpr_count", ".agpr_count", ".vgpr_spill_count", ".sgpr_spill_count")
 
@@ -65,11 +71,48 @@ DEVICES = {
 }  # fmt: skip
 
 
-def compile_launch(launch: Launch, device: Device) -> dict[str, Any]:
-    """Compile a kernel as a launch would have it compiled, and read off what it needs.
+def compile_all(
+    devices: Sequence[str], widths: Sequence[int], dtypes: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Compile every kernel of the op and of the step; the worst of each kernel's forms.
 
-    >>> pass
+    Forms differ by what a call is given: gates, routing, heads that share keys.
     """
+    for device, width, dtype in product(devices, widths, dtypes):
+        forms: dict[str, list[dict[str, Any]]] = {}
+        for launch in distinct_launches(width, dtype):
+            row = compile_launch(launch, DEVICES[device], DTYPES[dtype])
+            forms.setdefault(launch.name, []).append(row)
+        for name, rows in forms.items():
+            worst = min(rows, key=lambda row: row["occupancy"])
+            most = {
+                key: max(row[key] for row in rows)
+                for key in ("registers", "spilled_bytes", "shared_bytes")
+            }
+            sizes = {"kernel": name, "K = V": width, "dtype": dtype, "device": device}
+            yield {**sizes, "forms": len(rows), **worst, **most}
+
+
+def distinct_launches(width: int, dtype: str) -> list[Launch]:
+    """List one launch of every form of every kernel."""
+    found: dict[tuple[str, str], Launch] = {}
+    for case in (Case(width=width, dtype=dtype), Case(width=width, dtype=dtype, **EVERYTHING)):
+        for launches in (forward_launches, backward_launches, step_launches):
+            for launch in launches(case):
+                given = {name: _kind(x) for name, x in launch.arguments.items()}
+                found.setdefault((launch.name, f"{given} {launch.meta}"), launch)
+    return list(found.values())
+
+
+def _kind(x: Any) -> str:
+    return str(x.dtype) if isinstance(x, torch.Tensor) else str(x is None)
+
+
+def compile_launch(launch: Launch, device: Device, dtype: torch.dtype) -> dict[str, Any]:
+    """Compile a kernel as a launch would have it compiled, and read off what it needs."""
+    if "PRECISION" in launch.meta:
+        precision = precision_on(device.target[0], dtype)
+        launch = launch._replace(meta={**launch.meta, "PRECISION": precision})
     compiler = require("triton.compiler", "gpu")
     targets = require("triton.backends.compiler", "gpu")
     target = targets.GPUTarget(*device.target)
@@ -79,8 +122,6 @@ def compile_launch(launch: Launch, device: Device) -> dict[str, Any]:
     shared, num_warps = done.metadata.shared, done.metadata.num_warps
     blocks, limit = device.blocks_at_once(num_warps, registers, shared)
     return {
-        "kernel": launch.name,
-        "device": device.name,
         "registers": registers,
         "spilled_bytes": spilled,
         "shared_bytes": shared,
@@ -106,13 +147,13 @@ def _source(launch: Launch, backend: Any) -> tuple[Any, dict[str, Any]]:
 
 def _nvidia_registers(done: Any) -> tuple[int, int]:
     """Assemble once more, for the report that ptxas gives: registers, spilled bytes."""
-    knobs = require("triton", "gpu").knobs
+    ptxas = require("triton.backends.nvidia.compiler", "gpu").get_ptxas(done.metadata.target.arch)
     target = re.search(r"\.target\s+(\w+)", done.asm["ptx"])
     assert target is not None
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(done.asm["ptx"])
-        command = [knobs.nvidia.ptxas.path, "-v", "--regAllocOptLevel=2", f"--gpu-name={target[1]}"]
+        command = [ptxas.path, "-v", "--regAllocOptLevel=2", f"--gpu-name={target[1]}"]
         report = subprocess.run(
             [*command, str(source), "-o", str(Path(folder) / "kernel.cubin")],
             check=True, capture_output=True, text=True,

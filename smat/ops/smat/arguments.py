@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 BRANCHES = ("both", "causal", "long_range")
 DECAY_SCOPES = ("all", "recurrent")
-LOOKED_AT = ("cpu", "meta")  # devices whose values cost no waiting
+LOOKED_AT = ("cpu",)  # devices whose values cost no waiting
 
 
 def check_tensor(name: str, x: Any, kind: str = "") -> None:
