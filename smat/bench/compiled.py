@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 
-from smat.bench.launches import DTYPES, Case, backward_launches, forward_launches, step_launches
+from smat.bench.launches import (
+    DTYPES,
+    Case,
+    backward_call,
+    forward_call,
+    launches_of,
+    step_call,
+)
 from smat.extras import require
 from smat.ops.triton.launch import Launch, precision_on
 
@@ -89,16 +96,16 @@ def compile_all(
                 key: max(row[key] for row in rows)
                 for key in ("registers", "spilled_bytes", "shared_bytes")
             }
-            sizes = {"kernel": name, "K = V": width, "dtype": dtype, "device": device}
-            yield {**sizes, "forms": len(rows), **worst, **most}
+            sizes = {"kernel": name, "width": width, "dtype": dtype}
+            yield {"compiled_for": device, **sizes, "forms": len(rows), **worst, **most}
 
 
 def distinct_launches(width: int, dtype: str) -> list[Launch]:
     """List one launch of every form of every kernel."""
     found: dict[tuple[str, str], Launch] = {}
     for case in (Case(width=width, dtype=dtype), Case(width=width, dtype=dtype, **EVERYTHING)):
-        for launches in (forward_launches, backward_launches, step_launches):
-            for launch in launches(case):
+        for prepare in (forward_call, backward_call, step_call):
+            for launch in launches_of(prepare(case)):
                 given = {name: _kind(x) for name, x in launch.arguments.items()}
                 found.setdefault((launch.name, f"{given} {launch.meta}"), launch)
     return list(found.values())
@@ -159,7 +166,8 @@ def _nvidia_registers(done: Any) -> tuple[int, int]:
             check=True, capture_output=True, text=True,
         ).stderr  # fmt: skip
     found, used = SPILLED.search(report), re.search(r"Used (\d+) registers", report)
-    assert found is not None and used is not None, report
+    assert found is not None, report
+    assert used is not None, report
     return int(used[1]), sum(int(each) for each in found.groups())
 
 

@@ -38,7 +38,7 @@ def option(default: Any, text: str, name: str | None = None, recorded: bool = Tr
 unrecorded = partial(option, recorded=False)
 
 
-class BenchConfig(BaseModel):
+class Config(BaseModel):
     """A configuration that does not change, and refuses fields that it does not have.
 
     >>> LayersConfig(seq_len=128, heads=2).heads
@@ -47,11 +47,38 @@ class BenchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    device: str = option("cpu", "Device, for example cpu or cuda.")
-
     def record(self) -> dict[str, Any]:
         """Return the configuration as the JSON record holds it."""
         return self.model_dump(mode="json")
+
+
+class KernelsConfig(Config):
+    """Compile the Triton kernels for devices that are not here, and count the bytes they move.
+
+    Nothing is run or timed. Compiled: registers of a thread, spilled bytes, shared memory of a
+    block, and how many blocks a multiprocessor holds at once by its published limits; of several
+    forms of a kernel the worst. Bytes: what kernels load and store in a call, of one head, against
+    the least: inputs and outputs once, chunk states and tables written and read once. Estimates
+    follow from the bytes and a device's published bandwidth and rate, torch's operations included.
+    """
+
+    devices: tuple[Literal["sm_80", "sm_90", "gfx942"], ...] = option(
+        ("sm_80", "sm_90", "gfx942"), "Device to compile for; may be repeated.", "device"
+    )
+    widths: Counts = option((64, 128), "K = V to compile for; may be repeated.", "width")
+    dtypes: tuple[Literal["bf16", "fp16", "fp32"], ...] = option(
+        ("bf16", "fp32"), "Type of the inputs; may be repeated.", "dtype"
+    )
+    compiled: bool = option(True, "Compile the kernels: minutes.", "compile")
+    counted: bool = option(True, "Count bytes.", "bytes")
+    seq_len: Count = option(65536, "Sequence length T of the bytes.")
+    vc_dims: Counts = option((1, 2, 3, 4), "VC dimension d of the bytes.", "vc_dim")
+
+
+class BenchConfig(Config):
+    """What all benchmarks that run something have."""
+
+    device: str = option("cpu", "Device, for example cpu or cuda.")
 
 
 class TabulateConfig(BenchConfig):

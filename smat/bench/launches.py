@@ -6,6 +6,8 @@ Tensors have no memory here: the kernels' host side needs none, since it never w
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +19,7 @@ from smat.ops.triton.launch import Launch, record_launches
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NUM_READS = 4  # of a routed query
+Call = Callable[[], object]
 
 
 class Case(NamedTuple):
@@ -71,37 +74,39 @@ class Case(NamedTuple):
         return Inputs(q, k, v, gates, routing)
 
 
-def forward_launches(case: Case) -> list[Launch]:
-    """List the launches of the op."""
+def forward_call(case: Case) -> Call:
+    """Prepare a call of the op."""
     attention = require("smat.ops.smat.triton.attention", "gpu")
-    with record_launches(run=False) as launches:
-        attention.attend(case.inputs(), Options(case.mask))
-    return launches
+    return partial(attention.attend, case.inputs(), Options(case.mask))
 
 
-def backward_launches(case: Case) -> list[Launch]:
-    """List the launches of its backward pass."""
+def backward_call(case: Case) -> Call:
+    """Prepare its backward pass."""
     attention = require("smat.ops.smat.triton.attention", "gpu")
     inputs = case.inputs()
     out = inputs.v.new_empty(*inputs.q.shape[:3], case.width, dtype=torch.float32)
-    with record_launches(run=False) as launches:
-        attention.attend_backward(inputs, Options(case.mask), out.to(inputs.v), out, out[..., 0])
-    return launches
+    grad_out = torch.empty_like(out, dtype=inputs.v.dtype)
+    return partial(
+        attention.attend_backward, inputs, Options(case.mask), grad_out, out, out[..., 0]
+    )
 
 
-def step_launches(case: Case) -> list[Launch]:
-    """List the launch of one decoded token."""
+def step_call(case: Case) -> Call:
+    """Prepare one decoded token."""
     decode = require("smat.ops.smat.triton.decode", "gpu")
     sizes = case.heads, case.width, case.width
     state = smat.SMatState.empty(
         case.mask, 1, *sizes, query_heads=case.heads * case.group, weighted=case.routed
     )
     q, k, v, gates, routing, _ = case.inputs(1, "cpu")
+    token = Gates(*(None if x is None else x[:, 0] for x in gates))
+    where = Routing(*(None if x is None else x[:, 0] for x in routing))
     step = decode.FusedStep(state, gated=case.gated)
+    return partial(step.launch, q[:, 0], k[:, 0], v[:, 0], token, where)
+
+
+def launches_of(call: Call) -> list[Launch]:
+    """List what a call launches, without running it."""
     with record_launches(run=False) as launches:
-        step.launch(
-            q[:, 0], k[:, 0], v[:, 0],
-            Gates(*(None if x is None else x[:, 0] for x in gates)),
-            Routing(*(None if x is None else x[:, 0] for x in routing)),
-        )  # fmt: skip
+        call()
     return launches

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from smat.bench.launches import Case, backward_launches, forward_launches
 from smat.ops.triton.launch import Launch
 
 WORD, INDEX = 4, 8  # bytes of fp32 and of an int64
@@ -69,7 +67,9 @@ class Cuts(NamedTuple):
         found = []
         for first, own, end, _ in windows.tolist():
             stop = edges[end - 1][1]
-            found.append(Window(end - first, stop - edges[first][0], end - own, stop - edges[own][0]))
+            found.append(
+                Window(end - first, stop - edges[first][0], end - own, stop - edges[own][0])
+            )
         return cls([Chunk(stop - start, last - own + 1) for start, stop, own, last in edges], found)
 
 
@@ -108,7 +108,9 @@ def scan_bytes(x: View, cuts: Cuts) -> Traffic:
         numbers = 4 * INDEX + 2 * INDEX * window.chunks
         numbers += 2 * WORD * (window.tokens + 1) * x.has("cum")
         loads += x.GROUP * tokens * each + tiles_k * tiles_v * numbers
-        stores += WORD * (window.chunks if x.EVERY_VISIT else window.own_chunks) * (x.K * x.V + sums)
+        stores += (
+            WORD * (window.chunks if x.EVERY_VISIT else window.own_chunks) * (x.K * x.V + sums)
+        )
     return Traffic(loads, stores) * (x.num_batch * x.num_heads)
 
 

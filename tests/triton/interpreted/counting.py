@@ -67,8 +67,6 @@ def count_bytes():
             ("set_grid_idx", next_program),
         ):
             stack.enter_context(mock.patch.object(builder, name, function))
-        stack.enter_context(
-            mock.patch.object(interpreter.GridExecutor, "__call__", next_launch)
-        )
+        stack.enter_context(mock.patch.object(interpreter.GridExecutor, "__call__", next_launch))
         yield counter.launches
         counter.end_program()

@@ -8,7 +8,7 @@ from smat.bench.launches import Case
 from smat.bench.traffic import Cuts, bytes_of
 from smat.ops.linear.triton import plan as planning
 from smat.ops.smat.attention import segments_of
-from smat.ops.smat.routing import Gates, Options
+from smat.ops.smat.routing import Options
 from smat.ops.smat.triton import attention
 from smat.ops.triton.launch import record_launches
 from tests.ops.smat.decoding import at
