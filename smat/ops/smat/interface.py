@@ -188,7 +188,8 @@ def _check(
     check.check_choice("branch", branch, check.BRANCHES)
     check.check_choice("decay_scope", decay_scope, check.DECAY_SCOPES)
     check.check_gates_and_routing(q, k, v, gates, routing)
-    choose_backend(backend, q.device)
+    if not torch.compiler.is_compiling():  # the operator chooses for itself
+        choose_backend(backend, q.device)
 
 
 def _map_features(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[str, Tensor, Tensor]:
