@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smat.ops.linear.triton.tiles import at_tokens, inverse_or_zero
-from smat.ops.triton.features import load
+from smat.ops.linear.triton.tiles import inverse_or_zero, load_column, load_tile
 
 
 @triton.jit
@@ -20,21 +19,21 @@ def prepare_division(
     The gradient of y is grad_out / s, that of s is -(grad_out . o) / s. Both tensors are read once.
     The torch form is `divide_backward`.
     """
-    number = first_block + tl.program_id(0).to(tl.int64)
+    number = first_block + tl.program_id(0)
     head = number % num_heads
     number = number // num_heads
-    rows = number % tl.cdiv(length, ROWS) * ROWS + tl.arange(0, ROWS)
+    start = (number % tl.cdiv(length, ROWS)).to(tl.int64) * ROWS
     batch = number // tl.cdiv(length, ROWS)
-    inside = rows < length
+    size = tl.minimum(length - start, ROWS)
     total = tl.zeros((ROWS,), tl.float32)
     for first in range(0, V, BLOCK_V):
         columns = first + tl.arange(0, BLOCK_V)
-        is_value = inside[:, None] & (columns[None, :] < V)
-        place = at_tokens(grad_out, grad_strides, batch, rows, head)[:, None] + columns[None, :]
-        grad = load(place, is_value)
-        place = at_tokens(out, out_strides, batch, rows, head)[:, None] + columns[None, :]
-        total += tl.sum(grad * load(place, is_value), 1)
-    answer = (batch * length + rows) * num_heads + head
-    sums = load(at_tokens(normalizer, normalizer_strides, batch, rows, head), inside)
-    tl.store(inverse + answer, inverse_or_zero(sums), mask=inside)
-    tl.store(delta + answer, total, mask=inside)
+        grad = load_tile(grad_out, grad_strides, batch, start, head, size, columns, ROWS, V)
+        total += tl.sum(
+            grad * load_tile(out, out_strides, batch, start, head, size, columns, ROWS, V), 1
+        )
+    sums = load_column(normalizer, normalizer_strides, batch, start, head, size, ROWS)
+    rows = tl.arange(0, ROWS)
+    place = (batch.to(tl.int64) * length + start + rows) * num_heads + head
+    tl.store(inverse + place, inverse_or_zero(sums), mask=rows < size)
+    tl.store(delta + place, total, mask=rows < size)

@@ -5,8 +5,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smat.ops.linear.triton.tiles import at_tokens, gates_inside, tile_gates
-from smat.ops.triton.features import feature_derivative, load, load_features
+from smat.ops.linear.triton.tiles import (
+    gates_inside,
+    load_column,
+    load_mapped,
+    load_state,
+    load_tile,
+    store_column,
+    store_tile,
+    tile_gates,
+)
+from smat.ops.triton.features import feature_derivative, load
 
 
 @triton.jit
@@ -28,105 +37,100 @@ def query_key_grads(
     head, goes through the heads that share it, and reads q, k, v, grad_out, S and R once for each
     tile of features. The torch form is `_chunks_backward`.
     """
-    number = first_block + tl.program_id(0).to(tl.int64)
+    number = first_block + tl.program_id(0)
     k_block = number % tl.cdiv(K, BLOCK_K)
     number = number // tl.cdiv(K, BLOCK_K)
     chunk = number % num_chunks
     number = number // num_chunks
     key_head = number % num_heads
     batch = number // num_heads
-    start, stop = tl.load(chunks + chunk * 4), tl.load(chunks + chunk * 4 + 1)
-    own_window, last_window = tl.load(chunks + chunk * 4 + 2), tl.load(chunks + chunk * 4 + 3)
-    rows = start + tl.arange(0, CHUNK)
-    inside = rows < stop
+    start = tl.load(chunks + chunk * 4)
+    size = tl.load(chunks + chunk * 4 + 1) - start
+    first_window, last_window = tl.load(chunks + chunk * 4 + 2), tl.load(chunks + chunk * 4 + 3)
     features = k_block * BLOCK_K + tl.arange(0, BLOCK_K)
-    is_feature = inside[:, None] & (features[None, :] < K)
-    place = at_tokens(k, k_strides, batch, rows, key_head)[:, None] + features[None, :]
-    mapped = load_features(place, is_feature, MAP)
+    mapped = load_mapped(k, k_strides, batch, start, key_head, size, features, CHUNK, K, MAP)
     psi = mapped
     if key_gate is not None:
-        gate = load(at_tokens(key_gate, gate_strides, batch, rows, key_head), inside)
+        gate = load_column(key_gate, gate_strides, batch, start, key_head, size, CHUNK)
         psi = mapped * gate[:, None]
     pulled_phi = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     pulled_psi = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     pulled_gates = tl.zeros((CHUNK,), tl.float32)
-    for member in range(GROUP * SHARE):
+    for member in range(0, GROUP * SHARE):
         head = key_head * (GROUP * SHARE) + member
         value_head = head // GROUP
+        slots = (batch * (num_heads * SHARE) + value_head).to(tl.int64) * num_visits + chunk
+        own_slot = slots + tl.load(windows + first_window * 4 + 3)
         # The adjoint of a state is that of all who share it: the first of them takes it.
         num_features = tl.where(head % GROUP == 0, K, 0)
-        slots = (batch * (num_heads * SHARE) + value_head) * num_visits + chunk
-        place = at_tokens(q, q_strides, batch, rows, head // SHARE)[:, None] + features[None, :]
-        phi = load_features(place, is_feature, MAP)
-        answer = at_tokens(0, answer_strides, batch, rows, head)
-        factor = tl.where(inside, 1.0, 0.0)
-        column = tl.zeros((CHUNK,), tl.float32)
-        if inverse is not None:
-            factor = load(inverse + answer, inside)
-            column = -load(delta + answer, inside) * factor
-        pairs = tl.zeros((CHUNK, CHUNK), tl.float32) + column[:, None]
+        pairs = tl.zeros((CHUNK, CHUNK), tl.float32)
         by_query = tl.zeros((CHUNK, BLOCK_K), tl.float32)
         by_key = tl.zeros((CHUNK, BLOCK_K), tl.float32)
         passing = tl.zeros((BLOCK_K,), tl.float32)
-        for first in range(0, V, BLOCK_V):
-            columns = first + tl.arange(0, BLOCK_V)
-            is_value = inside[:, None] & (columns[None, :] < V)
-            is_state = (columns[:, None] < V) & (features[None, :] < K)
-            within = features[None, :] * V + columns[:, None]  # states are read transposed
-            place = at_tokens(grad_out, grad_strides, batch, rows, head)[:, None]
-            grad_y = load(place + columns[None, :], is_value) * factor[:, None]
-            place = at_tokens(v, v_strides, batch, rows, value_head)[:, None] + columns[None, :]
-            value = load(place, is_value)
-            pairs = tl.dot(grad_y, tl.trans(value), pairs, input_precision=PRECISION)
-            own_slot = slots + tl.load(windows + own_window * 4 + 3)
-            state = load(states + own_slot * K * V + within, is_state)
-            by_query = tl.dot(grad_y, state, by_query, input_precision=PRECISION)
-            behind = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
-            for window in range(own_window, last_window + 1):
-                slot = slots + tl.load(windows + window * 4 + 3)
-                is_adjoint = is_state & (features[None, :] < num_features)
-                adjoint = load(adjoints + slot * K * V + within, is_adjoint)
-                if cum is not None:
-                    state = load(states + slot * K * V + within, is_state)
-                    passing += tl.sum(state * adjoint, 0)
-                behind += adjoint
-            by_key = tl.dot(value, behind, by_key, input_precision=PRECISION)
         if inverse is not None:
-            own_slot = slots + tl.load(windows + own_window * 4 + 3)
+            factor = load_column(inverse, answer_strides, batch, start, head, size, CHUNK)
+            column = -factor * load_column(delta, answer_strides, batch, start, head, size, CHUNK)
+            pairs += column[:, None]
             sums = load(state_sums + own_slot * K + features, features < K)
             by_query += column[:, None] * sums[None, :]
-            for window in range(own_window, last_window + 1):
+            for window in range(first_window, last_window + 1):
+                at = (slots + tl.load(windows + window * 4 + 3)) * K + features
+                adjoint_sum = load(adjoint_sums + at, features < num_features)
+                passing += load(state_sums + at, features < K) * adjoint_sum
+                by_key += adjoint_sum[None, :]
+        for first in range(0, V, BLOCK_V):
+            columns = first + tl.arange(0, BLOCK_V)
+            grad_y = load_tile(grad_out, grad_strides, batch, start, head, size, columns, CHUNK, V)
+            if inverse is not None:
+                grad_y *= factor[:, None]
+            value = load_tile(v, v_strides, batch, start, value_head, size, columns, CHUNK, V)
+            pairs = tl.dot(grad_y, tl.trans(value), pairs, input_precision=PRECISION)
+            # States are read transposed.
+            state = load_state(states, own_slot, features[None, :], columns[:, None], K, K, V)
+            by_query = tl.dot(grad_y, state, by_query, input_precision=PRECISION)
+            behind = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+            for window in range(first_window, last_window + 1):
                 slot = slots + tl.load(windows + window * 4 + 3)
-                adjoint = load(adjoint_sums + slot * K + features, features < num_features)
-                sums = load(state_sums + slot * K + features, features < K)
-                passing += sums * adjoint
-                by_key += adjoint[None, :]
-        since, until, over = tile_gates(cum, cum_strides, batch, value_head, rows, start, stop)
+                adjoint = load_state(
+                    adjoints, slot, features[None, :], columns[:, None], num_features, K, V
+                )
+                behind += adjoint
+                if cum is not None:
+                    state = load_state(states, slot, features[None, :], columns[:, None], K, K, V)
+                    passing += tl.sum(state * adjoint, 0)
+            by_key = tl.dot(value, behind, by_key, input_precision=PRECISION)
+        since, until, over = tile_gates(cum, cum_strides, batch, value_head, start, size, CHUNK)
         by_query *= since[:, None]
         by_key *= until[:, None]
-        pairs *= gates_inside(cum, cum_strides, batch, value_head, rows, stop)
+        pairs *= gates_inside(cum, cum_strides, batch, value_head, start, size, CHUNK)
+        phi = load_mapped(q, q_strides, batch, start, head // SHARE, size, features, CHUNK, K, MAP)
         if grad_gates is not None:
+            rows = tl.arange(0, CHUNK)
             moved = tl.dot(phi, tl.trans(psi), input_precision=PRECISION) * pairs
             moved = tl.where(rows[:, None] > rows[None, :], moved, 0.0)
             later = tl.sum(moved, 1) - tl.sum(moved, 0) + tl.sum(phi * by_query, 1)
-            earlier = tl.where(inside, tl.sum(psi * by_key, 1), 0.0)
+            earlier = tl.sum(psi * by_key, 1)
             pulled_gates += tl.cumsum(later, 0, reverse=True) + tl.cumsum(earlier, 0) - earlier
             pulled_gates += over * tl.sum(passing, 0)
-            if head % GROUP == GROUP - 1:
-                place = at_tokens(grad_gates, grad_gates_strides, batch, rows, value_head)
-                tl.store(place + k_block * grad_gates_strides[3], pulled_gates, mask=inside)
-                pulled_gates = tl.zeros((CHUNK,), tl.float32)
+            is_last = head % GROUP == GROUP - 1
+            store_column(
+                grad_gates + k_block * grad_gates_strides[3], grad_gates_strides, batch, start,
+                value_head, tl.where(is_last, size, 0), pulled_gates, CHUNK,
+            )  # fmt: skip
+            pulled_gates *= tl.where(is_last, 0.0, 1.0)
         pulled_phi += tl.dot(pairs, psi, by_query, input_precision=PRECISION)
         pulled_psi += tl.dot(tl.trans(pairs), phi, by_key, input_precision=PRECISION)
-        if head % SHARE == SHARE - 1:
-            place = at_tokens(grad_q, grad_q_strides, batch, rows, head // SHARE)[:, None]
-            pulled_phi *= feature_derivative(phi, MAP)
-            tl.store(place + features[None, :], pulled_phi, mask=is_feature)
-            pulled_phi = tl.zeros((CHUNK, BLOCK_K), tl.float32)
+        is_last = head % SHARE == SHARE - 1
+        store_tile(
+            grad_q, grad_q_strides, batch, start, head // SHARE, tl.where(is_last, size, 0),
+            features, pulled_phi * feature_derivative(phi, MAP), CHUNK, K,
+        )  # fmt: skip
+        pulled_phi *= tl.where(is_last, 0.0, 1.0)
     if key_gate is not None:
-        place = at_tokens(grad_key_gate, grad_key_gate_strides, batch, rows, key_head)
-        place += k_block * grad_key_gate_strides[3]
-        tl.store(place, tl.sum(mapped * pulled_psi, 1), mask=inside)
+        store_column(
+            grad_key_gate + k_block * grad_key_gate_strides[3], grad_key_gate_strides, batch, start,
+            key_head, size, tl.sum(mapped * pulled_psi, 1), CHUNK,
+        )  # fmt: skip
         pulled_psi *= gate[:, None]
-    place = at_tokens(grad_k, grad_k_strides, batch, rows, key_head)[:, None] + features[None, :]
-    tl.store(place, pulled_psi * feature_derivative(mapped, MAP), mask=is_feature)
+    pulled_psi *= feature_derivative(mapped, MAP)
+    store_tile(grad_k, grad_k_strides, batch, start, key_head, size, features, pulled_psi, CHUNK, K)

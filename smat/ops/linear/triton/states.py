@@ -5,8 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smat.ops.linear.triton.tiles import at_tokens, tile_gates
-from smat.ops.triton.features import load, load_features
+from smat.ops.linear.triton.tiles import load_column, load_mapped, load_tile, tile_gates
 
 
 @triton.jit
@@ -28,7 +27,7 @@ def scan_states(
     a state's rows or columns, states written once. The torch form is `Tiles.states_before` and
     `Tiles.scan_backward`.
     """
-    number = first_block + tl.program_id(0).to(tl.int64)
+    number = first_block + tl.program_id(0)
     v_block = number % tl.cdiv(V, BLOCK_V)
     number = number // tl.cdiv(V, BLOCK_V)
     k_block = number % tl.cdiv(K, BLOCK_K)
@@ -36,48 +35,44 @@ def scan_states(
     head = number % num_heads
     batch = number // num_heads % num_batch
     window = windows + number // num_heads // num_batch * 4
-    first, own, end, visits = (
-        tl.load(window), tl.load(window + 1), tl.load(window + 2), tl.load(window + 3),
-    )  # fmt: skip
+    first, own = tl.load(window), tl.load(window + 1)
+    end, visits = tl.load(window + 2), tl.load(window + 3)
     features = k_block * BLOCK_K + tl.arange(0, BLOCK_K)
     columns = v_block * BLOCK_V + tl.arange(0, BLOCK_V)
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_K,), tl.float32)
-    for step in range(end - first):
+    for step in range(0, end - first):
         chunk = end - 1 - step if REVERSE else first + step
-        is_own = chunk >= own
-        slot = (batch * num_heads + head) * num_slots + chunk
-        stored = K  # features
+        slot = (batch * num_heads + head).to(tl.int64) * num_slots + chunk
+        num_features = K  # that are stored
         if EVERY_VISIT:
             slot += visits
         else:
-            stored = tl.where(is_own, K, 0)
-        place = states + (slot * K + features[:, None]) * V + columns[None, :]
-        tl.store(place, state, mask=(features[:, None] < stored) & (columns[None, :] < V))
+            num_features = tl.where(chunk >= own, K, 0)
+        is_state = (features[:, None] < num_features) & (columns[None, :] < V)
+        tl.store(states + slot * K * V + features[:, None] * V + columns[None, :], state, is_state)
         if state_sums is not None:
-            is_sum = features < tl.where(v_block == 0, stored, 0)
-            tl.store(state_sums + slot * K + features, total, mask=is_sum)
-        start, stop = tl.load(chunks + chunk * 4), tl.load(chunks + chunk * 4 + 1)
-        rows = start + tl.arange(0, CHUNK)
-        since, until, over = tile_gates(cum, cum_strides, batch, head, rows, start, stop)
+            is_sum = features < tl.where(v_block == 0, num_features, 0)
+            tl.store(state_sums + slot * K + features, total, is_sum)
+        start = tl.load(chunks + chunk * 4)
+        size = tl.load(chunks + chunk * 4 + 1) - start
+        since, until, over = tile_gates(cum, cum_strides, batch, head, start, size, CHUNK)
         state *= over
         total *= over
-        inside = rows < (tl.where(is_own, stop, start) if REVERSE else stop)
-        for member in range(GROUP):
-            answer = head * GROUP + member
-            place = at_tokens(left, left_strides, batch, rows, answer // SHARE)
-            is_left = inside[:, None] & (features[None, :] < K)
-            x = load_features(place[:, None] + features[None, :], is_left, MAP)
-            place = at_tokens(right, right_strides, batch, rows, answer)
-            is_right = inside[:, None] & (columns[None, :] < V)
-            y = load(place[:, None] + columns[None, :], is_right)
+        if REVERSE:
+            size = tl.where(chunk >= own, size, 0)  # others have no query that looks through it
+        for member in range(0, GROUP):
+            asked = head * GROUP + member
+            x = load_mapped(
+                left, left_strides, batch, start, asked // SHARE, size, features, CHUNK, K, MAP
+            )
+            y = load_tile(right, right_strides, batch, start, asked, size, columns, CHUNK, V)
             weight = since if REVERSE else until
             if scale is not None:
-                scale_head = answer if REVERSE else answer // SHARE
-                weight *= load(at_tokens(scale, scale_strides, batch, rows, scale_head), inside)
+                of_head = asked if REVERSE else asked // SHARE
+                weight *= load_column(scale, scale_strides, batch, start, of_head, size, CHUNK)
             x *= weight[:, None]
             state = tl.dot(tl.trans(x), y, state, input_precision=PRECISION)
             if column is not None:
-                place = at_tokens(column, column_strides, batch, rows, answer)
-                x *= -load(place, inside)[:, None]
+                x *= -load_column(column, column_strides, batch, start, asked, size, CHUNK)[:, None]
             total += tl.sum(x, 0)
