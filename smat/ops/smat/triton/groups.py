@@ -52,7 +52,7 @@ class Visits(NamedTuple):
     def routed(cls, entry: Tensor, num_entries: int, start: int, heads: int = 1) -> Visits:
         """Take the entries (rows, t, heads, reads) that each head of each token names."""
         num_rows, length = entry.shape[:2]
-        entry = entry.reshape(num_rows, -1)
+        entry = entry.reshape(num_rows, -1).contiguous()  # and so is what is made like it
         num_visits = entry.shape[1]
         count = entry.new_zeros(num_rows, num_entries)
         count.scatter_add_(1, entry, torch.ones_like(entry))
@@ -98,10 +98,12 @@ class Visits(NamedTuple):
 
 @triton.jit
 def find_block(
-    blocks, row, block, num_blocks, num_entries, start, stop, num_groups, phase,
+    blocks, number, first_row, num_blocks, num_entries, start, stop, num_groups, phase,
     HEADS: tl.constexpr, POOL: tl.constexpr,
 ):  # fmt: skip
-    """Find a block's entry, its first token (routed: its first visit), and how many visits it has."""
+    """Find a block's row and entry, its first token (routed: first visit), how many visits it has."""
+    block = number % num_blocks
+    row = first_row + number // num_blocks
     if blocks is None:
         entry = block if POOL else block % num_entries
         begin = start + (block - phase + num_groups) % num_groups
@@ -111,15 +113,15 @@ def find_block(
         entry = tl.load(blocks + (1 if POOL else 0))
         begin = tl.load(blocks + 2)
         visits = tl.load(blocks + 3)
-    return entry, begin, visits
+    return row, entry, begin, visits
 
 
 @triton.jit
 def find_visits(
-    order, row, num_visits, begin, index, inside, start, num_groups,
+    order, row, num_visits, begin, index, inside, start, num_groups, num_rows, length,
     HEADS: tl.constexpr, READS: tl.constexpr,
 ):  # fmt: skip
-    """Find token, head of the row, and number of the read, of some visits of a block."""
+    """Find token, head and number of the read of some visits, and where their head's vectors lie."""
     if order is None:
         token = begin + (index // HEADS).to(tl.int64) * num_groups
         head = index % HEADS
@@ -129,4 +131,6 @@ def find_visits(
         token = start + visit // (HEADS * READS)
         head = visit // READS % HEADS
         read = visit % READS
-    return token, head, read
+    head += row % num_rows * HEADS
+    own = (row // num_rows * length + token) * (num_rows * HEADS) + head
+    return token, head, read, own

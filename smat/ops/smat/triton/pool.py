@@ -40,15 +40,11 @@ def pool_kernel(
     tile_v = number % tiles_v
     k = number // tiles_v % tiles_k * BLOCK_K + tl.arange(0, BLOCK_K)
     v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    block = number // (tiles_v * tiles_k)
-    row = block // num_blocks
-    table += row * table_row
-    row += first_row
-    entry, begin, visits = find_block(
-        blocks, row, block % num_blocks, num_blocks, num_entries, start, stop, num_groups, phase,
-        HEADS, True,
+    row, entry, begin, visits = find_block(
+        blocks, number // (tiles_v * tiles_k), first_row, num_blocks, num_entries, start, stop,
+        num_groups, phase, HEADS, True,
     )  # fmt: skip
-    batch, row_head = row // num_rows, row % num_rows
+    batch = row // num_rows
     left += batch * left_b + k[None, :] * left_f
     right += batch * right_b + v[None, :] * right_f
     size = tl.where(entry < 0, 0, K)  # an unused block writes nothing
@@ -58,11 +54,10 @@ def pool_kernel(
     for tile in range(0, visits, TILE):
         index = tile + tl.arange(0, TILE)
         inside = index < visits
-        token, head, read = find_visits(
-            order, row, num_visits, begin, index, inside, start, num_groups, HEADS, READS
-        )
-        head += row_head * HEADS
-        own = (batch * length + token) * (num_rows * HEADS) + head
+        token, head, read, own = find_visits(
+            order, row, num_visits, begin, index, inside, start, num_groups, num_rows, length,
+            HEADS, READS,
+        )  # fmt: skip
         at = token * left_t + head // SHARE * left_h
         x = load_features(left + at[:, None], inside[:, None] & is_k[None, :], MAP)
         if scale is not None:
@@ -77,7 +72,7 @@ def pool_kernel(
                 sums += tl.sum(x, 0)
             else:
                 sums -= tl.sum(x * load(last + own, inside)[:, None], 0)
-    table += entry * (K * V + K * SUMS)
+    table += (row - first_row) * table_row + entry * (K * V + K * SUMS)
     states = table + k[:, None] * V + v[None, :]
     inside = is_k[:, None] & is_v[None, :]
     if ONTO:
@@ -111,13 +106,13 @@ def gather_kernel(
     last += (first_row + row) * num_entries + entry
     begin = tl.load(last - 1, mask=entry > 0, other=0) - entry
     end = tl.load(last) - entry - 1
+    entries = table + row * table_row + column
     if end > begin:
-        table += row * table_row + column
         inside = column < num_columns
-        total = load(table + entry * num_columns, inside)
+        total = load(entries + entry * num_columns, inside)
         for further in range(begin, end):
-            total += load(table + (num_entries + further) * num_columns, inside)
-        tl.store(table + entry * num_columns, total, mask=inside)
+            total += load(entries + (num_entries + further) * num_columns, inside)
+        tl.store(entries + entry * num_columns, total, mask=inside)
 
 
 def pool(

@@ -7,11 +7,9 @@ import triton.language as tl
 from torch import Tensor
 
 from smat.ops.smat.triton.groups import Visits, find_block, find_visits
-from smat.ops.smat.triton.tokens import Side
+from smat.ops.smat.triton.tokens import Side, block_size
 from smat.ops.triton.features import feature, feature_derivative, load, load_features
 from smat.ops.triton.launch import launch
-
-STATE_ELEMENTS = 1 << 13  # of the part of a state that a program holds
 
 
 @triton.jit
@@ -27,54 +25,57 @@ def read_kernel(
 
         answer[visit] = scale weight map(left) table[x]
 
-    and `sums` the same with the sums behind the state. Reads 4 K (V + SUMS) bytes a block, each
-    visit's K numbers V / BLOCK_V times, and writes 4 (V + SUMS) bytes a visit (ADD reads them too).
+    and `sums` the same with the sums behind the state. Reads 4 K (V + SUMS) bytes a block (again,
+    from cache, for each TILE of its visits), a visit's K numbers V / BLOCK_V times, and writes
+    4 (V + SUMS) bytes a visit (ADD reads them too).
     """
     number = (first_block + tl.program_id(0)).to(tl.int64)
     tiles_v: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     tile_v = number % tiles_v
-    k = tl.arange(0, BLOCK_K)
     v = tile_v * BLOCK_V + tl.arange(0, BLOCK_V)
-    is_k, is_v = k < K, v < V
-    block = number // tiles_v
-    row = block // num_blocks
-    table += row * table_row
-    row += first_row
-    entry, begin, visits = find_block(
-        blocks, row, block % num_blocks, num_blocks, num_entries, start, stop, num_groups, phase,
-        HEADS, False,
+    row, entry, begin, visits = find_block(
+        blocks, number // tiles_v, first_row, num_blocks, num_entries, start, stop, num_groups,
+        phase, HEADS, False,
     )  # fmt: skip
-    if visits > 0:
-        batch, row_head = row // num_rows, row % num_rows
-        left += batch * left_b + k[None, :] * left_f
-        answer += batch * answer_b + v[None, :] * answer_f
-        table += entry * (K * V + K * SUMS)
-        state = load(table + k[:, None] * V + v[None, :], is_k[:, None] & is_v[None, :])
-        for tile in range(0, visits, TILE):
-            index = tile + tl.arange(0, TILE)
-            inside = index < visits
-            token, head, read = find_visits(
-                order, row, num_visits, begin, index, inside, start, num_groups, HEADS, READS
-            )
-            head += row_head * HEADS
-            own = (batch * length + token) * (num_rows * HEADS) + head
-            at = token * left_t + head // SHARE * left_h
-            x = load_features(left + at[:, None], inside[:, None] & is_k[None, :], MAP)
-            if scale is not None:
-                x *= load(scale + own, inside)[:, None]
-            if weight is not None:
-                x *= load(weight + own * READS + read, inside)[:, None]
-            y = tl.dot(x, state, input_precision=PRECISION)
-            at = (token - begin_at) * answer_t + head * answer_h + read * answer_r
-            here = inside[:, None] & is_v[None, :]
-            if ADD:
-                y += load(answer + at[:, None], here)
-            tl.store(answer + at[:, None], y, mask=here)
+    is_v = v < V
+    batch = row // num_rows
+    left += batch * left_b
+    answer += batch * answer_b + v[None, :] * answer_f
+    table += (row - first_row) * table_row + entry * (K * V + K * SUMS)
+    for tile in range(0, visits, TILE):
+        index = tile + tl.arange(0, TILE)
+        inside = index < visits
+        token, head, read, own = find_visits(
+            order, row, num_visits, begin, index, inside, start, num_groups, num_rows, length,
+            HEADS, READS,
+        )  # fmt: skip
+        at = token * left_t + head // SHARE * left_h
+        y = tl.zeros((TILE, BLOCK_V), tl.float32)
+        z = tl.zeros((TILE,), tl.float32)
+        for part in range(0, K, BLOCK_K):
+            k = part + tl.arange(0, BLOCK_K)
+            is_k = k < K
+            here = inside[:, None] & is_k[None, :]
+            x = load_features(left + at[:, None] + k[None, :] * left_f, here, MAP)
+            state = load(table + k[:, None] * V + v[None, :], is_k[:, None] & is_v[None, :])
+            y += tl.dot(x, state, input_precision=PRECISION)
             if sums is not None:
-                behind = load(table + K * V + k, is_k)
-                z = tl.sum(x * behind[None, :], 1)
-                own -= (batch * begin_at + begin_at) * (num_rows * HEADS)
-                tl.store(sums + own * READS + read, z, mask=index < tl.where(tile_v == 0, visits, 0))
+                z += tl.sum(x * load(table + K * V + k, is_k)[None, :], 1)
+        factor = tl.full((TILE,), 1.0, tl.float32)
+        if scale is not None:
+            factor *= load(scale + own, inside)
+        if weight is not None:
+            factor *= load(weight + own * READS + read, inside)
+        y *= factor[:, None]
+        at = (token - begin_at) * answer_t + head * answer_h + read * answer_r
+        here = inside[:, None] & is_v[None, :]
+        if ADD:
+            y += load(answer + at[:, None], here)
+        tl.store(answer + at[:, None], y, mask=here)
+        if sums is not None:
+            own -= (batch + 1) * begin_at * (num_rows * HEADS)
+            here = index < tl.where(tile_v == 0, visits, 0)
+            tl.store(sums + own * READS + read, z * factor, mask=here)
 
 
 @triton.jit
@@ -92,62 +93,60 @@ def pull_kernel(
         pulled = scale (table[x] right + sums[x] (1 or -last))
         answer[visit] = weight map'(left) pulled,    dots[visit] = map(left) . pulled
 
-    Reads 4 K (V + SUMS) bytes a block, each visit's K numbers once and its V numbers K / BLOCK_K
-    times, and writes 4 K bytes a visit (ADD reads them too).
+    Reads 4 K (V + SUMS) bytes a block (again, from cache, for each TILE of its visits), a visit's
+    K numbers once and its V numbers K / BLOCK_K times, and writes 4 K bytes a visit (ADD reads them
+    too).
     """
     number = (first_block + tl.program_id(0)).to(tl.int64)
     tiles_k: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     tile_k = number % tiles_k
     k = tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-    v = tl.arange(0, BLOCK_V)
-    is_k, is_v = k < K, v < V
-    block = number // tiles_k
-    row = block // num_blocks
-    table += row * table_row
-    row += first_row
-    entry, begin, visits = find_block(
-        blocks, row, block % num_blocks, num_blocks, num_entries, start, stop, num_groups, phase,
-        HEADS, False,
+    row, entry, begin, visits = find_block(
+        blocks, number // tiles_k, first_row, num_blocks, num_entries, start, stop, num_groups,
+        phase, HEADS, False,
     )  # fmt: skip
-    if visits > 0:
-        batch, row_head = row // num_rows, row % num_rows
-        left += batch * left_b + k[None, :] * left_f
-        right += batch * right_b + v[None, :] * right_f
-        answer += batch * answer_b + k[None, :] * answer_f
-        table += entry * (K * V + K * SUMS)
-        state = load(table + k[:, None] * V + v[None, :], is_k[:, None] & is_v[None, :])
-        for tile in range(0, visits, TILE):
-            index = tile + tl.arange(0, TILE)
-            inside = index < visits
-            token, head, read = find_visits(
-                order, row, num_visits, begin, index, inside, start, num_groups, HEADS, READS
-            )
-            head += row_head * HEADS
-            own = (batch * length + token) * (num_rows * HEADS) + head
-            at = token * right_t + head * right_h
-            y = load(right + at[:, None], inside[:, None] & is_v[None, :])
-            pulled = tl.dot(y, tl.trans(state), input_precision=PRECISION)
-            if SUMS:
-                behind = load(table + K * V + k, is_k)[None, :]
-                if last is None:
-                    pulled += behind
-                else:
-                    pulled -= load(last + own, inside)[:, None] * behind
-            if scale is not None:
-                pulled *= load(scale + own, inside)[:, None]
-            here = inside[:, None] & is_k[None, :]
-            at = token * left_t + head // SHARE * left_h
-            x = tl.where(here, feature(load(left + at[:, None], here), MAP), 0.0)
-            if dots is not None:
-                at = (own * READS + read) * tiles_k + tile_k
-                tl.store(dots + at, tl.sum(x * pulled, 1), mask=inside)
-            if weight is not None:
-                pulled *= load(weight + own * READS + read, inside)[:, None]
-            pulled *= feature_derivative(x, MAP)
-            at = (token - begin_at) * answer_t + head * answer_h + read * answer_r
-            if ADD:
-                pulled += load(answer + at[:, None], here)
-            tl.store(answer + at[:, None], pulled, mask=here)
+    is_k = k < K
+    batch = row // num_rows
+    left += batch * left_b + k[None, :] * left_f
+    right += batch * right_b
+    answer += batch * answer_b + k[None, :] * answer_f
+    table += (row - first_row) * table_row + entry * (K * V + K * SUMS)
+    for tile in range(0, visits, TILE):
+        index = tile + tl.arange(0, TILE)
+        inside = index < visits
+        token, head, read, own = find_visits(
+            order, row, num_visits, begin, index, inside, start, num_groups, num_rows, length,
+            HEADS, READS,
+        )  # fmt: skip
+        at = token * right_t + head * right_h
+        pulled = tl.zeros((TILE, BLOCK_K), tl.float32)
+        for part in range(0, V, BLOCK_V):
+            v = part + tl.arange(0, BLOCK_V)
+            is_v = v < V
+            y = load(right + at[:, None] + v[None, :] * right_f, inside[:, None] & is_v[None, :])
+            state = load(table + k[:, None] * V + v[None, :], is_k[:, None] & is_v[None, :])
+            pulled += tl.dot(y, tl.trans(state), input_precision=PRECISION)
+        if SUMS:
+            behind = load(table + K * V + k, is_k)[None, :]
+            if last is None:
+                pulled += behind
+            else:
+                pulled -= load(last + own, inside)[:, None] * behind
+        if scale is not None:
+            pulled *= load(scale + own, inside)[:, None]
+        here = inside[:, None] & is_k[None, :]
+        at = token * left_t + head // SHARE * left_h
+        x = tl.where(here, feature(load(left + at[:, None], here), MAP), 0.0)
+        if dots is not None:
+            at = (own * READS + read) * tiles_k + tile_k
+            tl.store(dots + at, tl.sum(x * pulled, 1), mask=inside)
+        if weight is not None:
+            pulled *= load(weight + own * READS + read, inside)[:, None]
+        pulled *= feature_derivative(x, MAP)
+        at = (token - begin_at) * answer_t + head * answer_h + read * answer_r
+        if ADD:
+            pulled += load(answer + at[:, None], here)
+        tl.store(answer + at[:, None], pulled, mask=here)
 
 
 def read(
@@ -157,7 +156,7 @@ def read(
     """Write, or add, what the visits of some rows read: (B, t, heads, reads, V), from
     token `begin_at` on.
     """
-    block_k, block_v = _blocks(side.num_keys, side.num_values)
+    block_k, block_v = block_size(side.num_keys), block_size(side.num_values)
     launch(
         read_kernel, len(table) * visits.num_blocks * triton.cdiv(side.num_values, block_v),
         *visits.arguments, side.left, side.scale, side.weight, table, answer, sums, first_row,
@@ -174,7 +173,7 @@ def pull(
     """Write, or add, the gradients of the left vectors: (B, t, heads, reads, K),
     from token `begin_at` on.
     """
-    block_v, block_k = _blocks(side.num_values, side.num_keys)
+    block_k, block_v = block_size(side.num_keys), block_size(side.num_values)
     launch(
         pull_kernel, len(table) * visits.num_blocks * triton.cdiv(side.num_keys, block_k),
         *visits.arguments, side.left, side.right, side.scale, side.weight, side.last, table, answer,
@@ -186,10 +185,4 @@ def pull(
 
 def count_parts(side: Side) -> int:
     """Count the parts of a vector that `pull` gives a dot product each."""
-    return int(triton.cdiv(side.num_keys, _blocks(side.num_values, side.num_keys)[1]))
-
-
-def _blocks(whole: int, cut: int) -> tuple[int, int]:
-    """Choose how much of a state a program holds: all of one side, what fits of the other."""
-    whole = max(16, triton.next_power_of_2(whole))
-    return whole, min(max(16, triton.next_power_of_2(cut)), max(16, STATE_ELEMENTS // whole))
+    return int(triton.cdiv(side.num_keys, block_size(side.num_keys)))
