@@ -126,6 +126,7 @@ def print_record(record: Record) -> None:
         "Time as T^exponent, fitted over the lengths above": growth,
         "GFLOP/s, beside a matrix product": record.get("rates"),
         "Left out, for want of memory": record.get("skipped"),
+        "Left out, since they refuse": record.get("refused"),
     }.items():
         if more:
             console.print(rows_table(title, more))

@@ -36,6 +36,7 @@ HEADINGS = {
     "cache_bytes": "cache", "bytes": "needs", "minor_faults": "faults", "major_faults": "major",
     "exponent": "exponent", "gemm": "product", "causal_branch": "causal branch",
     "fraction_of_gemm": "fraction", "whole_op_fraction_of_gemm": "whole op, d = 1",
+    "why": "why",
 }  # fmt: skip
 MILLISECONDS = ("median", "low", "high", "slowest")
 
