@@ -56,7 +56,10 @@ class Peer(NamedTuple):
         found = self.call(import_module(self.module), **{name: taken[name] for name in exact})
         if self.weighs:
             exact["v"] = exact["v"] * -exact["log_decay"].unsqueeze(-1)
-        right, _ = delta_rule_reference(**{"beta": None, **exact}, scale=1.0)
+        q, k, v = (exact[name] for name in "qkv")
+        right, _ = delta_rule_reference(
+            q, k, v, exact.get("beta"), exact.get("log_decay"), scale=1.0
+        )
         error = (found.detach().double() - right).norm() / right.norm()
         size = f"T = {taken['k'].shape[1]}"
         checked = {"name": self.name, "quantity": "output", "size": size}

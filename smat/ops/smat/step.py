@@ -150,7 +150,8 @@ def pass_gates(state: StateTables, cohort: Cohort | None, total: Tensor, lost: T
 
     lambda is kept where tables decay; the recurrent states have their gates at once.
     """
-    if not allocate_gates(state):
+    allocate_gates(state)
+    if not tables_decay(state):
         return
     rows = slice(None) if cohort is None else cohort.where
     pair = state.own("log_decay")[0, rows]
@@ -159,14 +160,17 @@ def pass_gates(state: StateTables, cohort: Cohort | None, total: Tensor, lost: T
     state.tensors["log_decay"][0, rows] = torch.stack([summed, rest], -1)
 
 
-def allocate_gates(state: StateTables) -> bool:
-    """Make room for lambda, if tables decay at all."""
-    if not state.has_tables or state.spec.decay_scope != "all":
-        return False
-    state.allocate("log_decay", "edge_log_decay")
-    if "profile_table" in state.tensors:
-        state.allocate("profile_log_decay")
-    return True
+def tables_decay(state: StateTables) -> bool:
+    """Whether gates act on tables, so that lambda is kept."""
+    return state.has_tables and state.spec.decay_scope == "all"
+
+
+def allocate_gates(state: StateTables) -> None:
+    """Make room for lambda, if it is kept."""
+    if tables_decay(state):
+        state.allocate("log_decay", "edge_log_decay")
+        if "profile_table" in state.tensors:
+            state.allocate("profile_log_decay")
 
 
 def _write_profile(state: StateTables, tokens: Tokens) -> None:

@@ -141,7 +141,9 @@ def test_the_step_keeps_its_promises():
     state, calls = empty_for(mask, inputs), []
     for t in range(3):
         state.step(**at(inputs, t), inplace=True, backend="torch")
-    with mock.patch("smat.ops.smat.triton.decode.fused_step", lambda *args: calls.append(args)):
-        with pytest.raises(AttributeError):  # there is no output
-            state.step(**at(inputs, 3), inplace=True, backend="triton")
+    with (
+        mock.patch("smat.ops.smat.triton.decode.fused_step", lambda *args: calls.append(args)),
+        pytest.raises(AttributeError),  # there is no output
+    ):
+        state.step(**at(inputs, 3), inplace=True, backend="triton")
     torch.library.opcheck(fused_step, calls[0], test_utils=QUICK)

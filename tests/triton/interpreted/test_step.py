@@ -196,6 +196,17 @@ def test_a_captured_step_has_static_memory_and_numbers(boundary):
         assert worst(state.tensors[name], x) <= 1e-5, name
 
 
+def test_a_captured_step_refuses_what_it_has_no_room_for():
+    mask = mask_of(2, "window")
+    inputs = single(make_case(mask, 1, "gated", batch=1, heads=1, group=1))
+    token, step = at(inputs, 0), FusedStep(empty_for(mask, inputs))
+    step.before_token()
+    with pytest.raises(ValueError, match="gated=True"):
+        step.launch(token["q_t"], token["k_t"], token["v_t"], Gates(token["log_decay"]))
+    with pytest.raises(ValueError, match=r"float32, got torch\.float64"):
+        FusedStep(empty_for(mask, make_case(mask, 1)))
+
+
 def test_fp64_goes_to_torch_and_a_cpu_needs_the_interpreter(monkeypatch):
     mask = mask_of(2, "window")
     inputs = make_case(mask, 2, "plain", batch=1, heads=1)

@@ -15,8 +15,14 @@ from torch import Tensor
 
 from smat.ops.smat import arguments as check
 from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Inputs, Routing
-from smat.ops.smat.state import StateTables
-from smat.ops.smat.step import allocate_gates, count_token, map_before, meet_events
+from smat.ops.smat.state import StateTables, isolated
+from smat.ops.smat.step import (
+    allocate_gates,
+    count_token,
+    map_before,
+    meet_events,
+    tables_decay,
+)
 from smat.ops.smat.triton.step import step_kernel
 from smat.ops.triton.launch import launch
 
@@ -46,6 +52,8 @@ class FusedStep:
     """
 
     def __init__(self, state: StateTables, gated: bool = False) -> None:
+        if state.dtype != torch.float32:
+            raise ValueError(f"kernels take states in float32, got {state.dtype}")
         self.state, self.numbers = state, DeviceNumbers(state)
         if state.has_tables and state.schedule.num_segments != 1:
             state.allocate("type_table")
@@ -60,6 +68,7 @@ class FusedStep:
         meet_events(self.state)
         self.numbers.follow(self.state)
 
+    @isolated
     def launch(
         self,
         q_t: Tensor,
@@ -69,8 +78,13 @@ class FusedStep:
         routing: Routing = POSITIONAL,
     ) -> Tensor:
         """Take in one token, (B, heads, .), and answer its queries, (B, Hq, V); unchecked."""
-        inputs = Inputs(q_t, k_t, v_t, gates, routing)
-        return _launch(self.state, self.tensors, inputs, self.numbers.place)
+        state, has_room = self.state, "log_decay" in self.tensors
+        if gates.log_decay is not None and not has_room and tables_decay(state):
+            raise ValueError("log_decay has no room in this state: FusedStep(state, gated=True)")
+        q_t, k_t = map_before(state, "q", q_t), map_before(state, "k", k_t)
+        return _launch(
+            state, self.tensors, Inputs(q_t, k_t, v_t, gates, routing), self.numbers.place
+        )
 
     def after_token(self) -> None:
         """Count the token."""
