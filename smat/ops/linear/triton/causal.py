@@ -40,17 +40,21 @@ class Causal:
     ) -> None:
         self.q, self.k, self.v = (along_rows(x) for x in (q, k, v))
         self.key_gate, self.cum, self.normalize = key_gate, cum, normalize
-        self.plan = planning.make_plan(tuple(segments), planning.CHUNK, q.device)
+        chunk = planning.chunk_of(v.dtype)
+        self.plan = planning.make_plan(tuple(segments), chunk, q.device)
         self.heads = max(q.shape[2], v.shape[2])
         key_dim, value_dim = k.shape[-1], v.shape[-1]
         self.sizes: dict[str, Any] = {
-            "K": key_dim, "V": value_dim, "MAP": feature_map, "CHUNK": planning.CHUNK,
-            "BLOCK_K": block_of(key_dim), "BLOCK_V": block_of(value_dim),
+            "K": key_dim, "V": value_dim, "MAP": feature_map, "CHUNK": chunk,
             "GROUP": self.heads // v.shape[2], "SHARE": v.shape[2] // k.shape[2],
-            "PRECISION": dot_precision(v),
+            "PRECISION": dot_precision(v), "num_stages": 2,
         }  # fmt: skip
-        self.k_blocks = triton.cdiv(key_dim, self.sizes["BLOCK_K"])
-        self.v_blocks = triton.cdiv(value_dim, self.sizes["BLOCK_V"])
+
+    def _blocks(self, most_k: int, most_v: int) -> tuple[dict[str, Any], int, int]:
+        """Cut features and columns into blocks of at most so many: all sizes, how many of each."""
+        block_k, block_v = block_of(self.sizes["K"], most_k), block_of(self.sizes["V"], most_v)
+        sizes = {**self.sizes, "BLOCK_K": block_k, "BLOCK_V": block_v}
+        return sizes, triton.cdiv(sizes["K"], block_k), triton.cdiv(sizes["V"], block_v)
 
     def scan(
         self, left: Tensor, right: Tensor, scale: Tensor | None, column: Tensor | None,
@@ -63,11 +67,12 @@ class Causal:
             batch, heads, num_slots, left.shape[-1], value_dim, dtype=torch.float32
         )
         sums = states.new_empty(states.shape[:4]) if self.normalize else None
-        num_blocks = len(self.plan.windows) * batch * heads * self.k_blocks * self.v_blocks
-        sizes = self.sizes | ({} if reverse else {"GROUP": 1})
+        sizes, k_blocks, v_blocks = self._blocks(64, 64)
+        if not reverse:
+            sizes["GROUP"] = 1
         launch(
-            scan_states, num_blocks, *strided(left, right, scale, column, self.cum),
-            *self.plan[:2], states, sums, batch, heads, num_slots, **sizes,
+            scan_states, len(self.plan.windows) * batch * heads * k_blocks * v_blocks,
+            *strided(left, right, scale, column, self.cum), *self.plan[:2], states, sums, batch, heads, num_slots, **sizes,
             REVERSE=reverse, EVERY_VISIT=every_visit,
         )  # fmt: skip
         return states, sums
@@ -83,11 +88,12 @@ class Causal:
         )
         first, y, z = far or (0, None, None)
         num_chunks = len(self.plan.chunks)
+        sizes, _, v_blocks = self._blocks(32, 64)
         launch(
-            attend_chunks, len(out) * self.heads * num_chunks * self.v_blocks,
+            attend_chunks, len(out) * self.heads * num_chunks * v_blocks,
             *strided(self.q, self.k, self.v, self.key_gate, self.cum), self.plan.chunks,
             states, sums, *strided(y, z), first, *strided(out, norm), self.heads, num_chunks,
-            **self.sizes, LOCAL=local, NORMALIZE=self.normalize,
+            **sizes, LOCAL=local, NORMALIZE=self.normalize,
         )  # fmt: skip
 
     def backward(
@@ -104,39 +110,41 @@ class Causal:
         )
         num_chunks, num_visits = len(self.plan.chunks), self.plan.num_visits
         answers = (0, 0, 0) if inverse is None else inverse.stride()
-        gates = [self._in_parts(grads.get(name)) for name in ("log_decay", "key_gate")]
+        sizes, k_blocks, _ = self._blocks(32, 32)
+        # Every block of features has a part of a gate's gradient.
+        parts = {
+            name: grads[name].new_empty(*grads[name].shape, k_blocks) if name in grads else None
+            for name in ("log_decay", "key_gate")
+        }
         num_blocks = batch * num_chunks * key_heads
         launch(
-            query_key_grads, num_blocks * self.k_blocks,
+            query_key_grads, num_blocks * k_blocks,
             *strided(self.q, self.k, self.v, self.key_gate, self.cum, grad_out), inverse, delta,
             answers, *self.plan[:2], states, sums, adjoints, adjoint_sums,
-            *strided(grads["q"], grads["k"], *gates), key_heads, num_chunks, num_visits,
-            **self.sizes,
+            *strided(grads["q"], grads["k"], *parts.values()), key_heads, num_chunks, num_visits,
+            **sizes,
         )  # fmt: skip
-        for name, parts in zip(("log_decay", "key_gate"), gates, strict=True):
-            if parts is not None:
-                torch.sum(parts, -1, out=grads[name])
+        for name, part in parts.items():
+            if part is not None:
+                torch.sum(part, -1, out=grads[name])
+        sizes, _, v_blocks = self._blocks(32, 64 if self.sizes["K"] <= 64 else 32)
         launch(
-            value_grads, num_blocks * self.sizes["SHARE"] * self.v_blocks,
+            value_grads, num_blocks * sizes["SHARE"] * v_blocks,
             *strided(self.q, self.k, self.key_gate, self.cum, grad_out), inverse, answers,
             *self.plan[:2], adjoints, *strided(grads["v"]), self.v.shape[2], num_chunks, num_visits,
-            **self.sizes,
+            **sizes,
         )  # fmt: skip
-
-    def _in_parts(self, grad: Tensor | None) -> Tensor | None:
-        """Make room for a gradient that every block of features has a part of."""
-        return None if grad is None else grad.new_empty(*grad.shape, self.k_blocks)
 
 
 def divide_backward(grad_out: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:
     """Find 1 / s, or 0, and grad_out . o, each (B, T, H)."""
     batch, length, heads, value_dim = out.shape
     inverse, delta = (out.new_empty(batch, length, heads) for _ in range(2))
-    rows = planning.CHUNK
+    rows = 64
     launch(
         prepare_division, batch * triton.cdiv(length, rows) * heads,
         *strided(grad_out, out, normalizer), inverse, delta, length, heads,
-        V=value_dim, ROWS=rows, BLOCK_V=block_of(value_dim),
+        V=value_dim, ROWS=rows, BLOCK_V=block_of(value_dim, 64),
     )  # fmt: skip
     return inverse, delta
 
@@ -146,9 +154,9 @@ def along_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def block_of(size: int) -> int:
+def block_of(size: int, most: int) -> int:
     """Choose how many of so many features or columns are in a tile."""
-    return max(16, min(planning.MAX_BLOCK, triton.next_power_of_2(size)))
+    return max(16, min(most, triton.next_power_of_2(size)))
 
 
 def strided(*tensors: Tensor | None) -> list[Any]:

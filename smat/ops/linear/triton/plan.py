@@ -16,8 +16,16 @@ from torch import Tensor
 from smat.masks import Segment
 from smat.ops.linear.chunks import cut_chunks
 
-CHUNK = 64  # tokens of a tile
-MAX_BLOCK = 64  # features, or values, of a tile
+CHUNK = 64  # tokens of a tile in half precision
+
+
+def chunk_of(dtype: torch.dtype) -> int:
+    """Choose how many tokens a tile has; fp32 is multiplied in parts, which take more registers.
+
+    >>> chunk_of(torch.bfloat16), chunk_of(torch.float32)
+    (64, 32)
+    """
+    return CHUNK if dtype.itemsize == 2 else CHUNK // 2
 
 
 class Plan(NamedTuple):

@@ -56,7 +56,7 @@ def query_key_grads(
     pulled_phi = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     pulled_psi = tl.zeros((CHUNK, BLOCK_K), tl.float32)
     pulled_gates = tl.zeros((CHUNK,), tl.float32)
-    for member in range(0, GROUP * SHARE):
+    for member in range(GROUP * SHARE):
         head = key_head * (GROUP * SHARE) + member
         value_head = head // GROUP
         slots = (batch * (num_heads * SHARE) + value_head).to(tl.int64) * num_visits + chunk

@@ -41,7 +41,7 @@ def scan_states(
     columns = v_block * BLOCK_V + tl.arange(0, BLOCK_V)
     state = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
     total = tl.zeros((BLOCK_K,), tl.float32)
-    for step in range(0, end - first):
+    for step in range(end - first):
         chunk = end - 1 - step if REVERSE else first + step
         slot = (batch * num_heads + head).to(tl.int64) * num_slots + chunk
         num_features = K  # that are stored
@@ -61,7 +61,7 @@ def scan_states(
         total *= over
         if REVERSE:
             size = tl.where(chunk >= own, size, 0)  # others have no query that looks through it
-        for member in range(0, GROUP):
+        for member in range(GROUP):
             asked = head * GROUP + member
             x = load_mapped(
                 left, left_strides, batch, start, asked // SHARE, size, features, CHUNK, K, MAP

@@ -57,7 +57,7 @@ def value_grads(
         psi = load_mapped(k, k_strides, batch, start, key_head, size, features, CHUNK, K, MAP)
         pulled = tl.dot(psi, behind, pulled, input_precision=PRECISION)
     pulled *= gate[:, None]
-    for member in range(0, GROUP):
+    for member in range(GROUP):
         head = value_head * GROUP + member
         scores = tl.zeros((CHUNK, CHUNK), tl.float32)
         for first in range(0, K, BLOCK_K):
