@@ -18,6 +18,7 @@ from torch import Tensor
 
 from smat.extras import missing_extra
 from smat.ops.smat import attention
+from smat.ops.smat.step import step_token
 
 _log = logging.getLogger("smat")
 
@@ -29,27 +30,29 @@ class Backend(NamedTuple):
     devices: tuple[str, ...]  # none: every device
     attend: Callable[..., tuple[Tensor, Tensor]]  # of inputs and options: output, normaliser
     attend_backward: Callable[..., dict[str, Tensor]]  # and of their gradient: all by name
+    step: Callable[..., Tensor]  # of a state and a token: its output
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether it takes tensors on a device."""
         return not self.devices or device.type in self.devices
 
 
-def _from_triton(name: str) -> Callable[..., Any]:
+def _from_triton(module: str, name: str) -> Callable[..., Any]:
     """Name a function of the kernels; they are imported where they are first called."""
 
     def call(*args: Any) -> Any:
-        return getattr(import_module("smat.ops.smat.triton.attention"), name)(*args)
+        return getattr(import_module(f"smat.ops.smat.triton.{module}"), name)(*args)
 
     return call
 
 
-TORCH = Backend("torch", (), attention.attend, attention.attend_backward)
+TORCH = Backend("torch", (), attention.attend, attention.attend_backward, step_token)
 TRITON = Backend(
     "triton",
     ("cuda", "xpu"),  # ROCm is "cuda" to torch
-    _from_triton("attend"),
-    _from_triton("attend_backward"),
+    _from_triton("attention", "attend"),
+    _from_triton("attention", "attend_backward"),
+    _from_triton("decode", "step_token"),
 )
 BACKENDS = (TRITON, TORCH)  # the preferred one first
 

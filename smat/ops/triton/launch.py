@@ -78,11 +78,19 @@ def _describe(x: Any) -> Any:
 
 
 def dot_precision(x: Tensor) -> str:
-    """Choose how products of fp32 tiles are made, for inputs like a tensor.
+    """Choose how products of fp32 tiles are made, for inputs like a tensor."""
+    return precision_on("hip" if torch.version.hip else x.device.type, x.dtype)
+
+
+def precision_on(backend: str, dtype: torch.dtype) -> str:
+    """Choose how products of fp32 tiles are made on a kind of device, for inputs of a dtype.
+
+    >>> precision_on("cuda", torch.float32), precision_on("hip", torch.float32)
+    ('tf32x3', 'ieee')
 
     Half precision has at most 11 bits, which TF32 holds; fp32 is multiplied in three TF32 parts
     where there are such units, else as it is.
     """
-    if x.device.type != "cuda" or torch.version.hip is not None:
+    if backend != "cuda":
         return "ieee"
-    return "tf32x3" if x.dtype == torch.float32 else "tf32"
+    return "tf32x3" if dtype == torch.float32 else "tf32"
