@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -69,8 +69,17 @@ def launch(kernel: Any, num_blocks: int, *args: Any, **meta: Any) -> None:
         recorder.launches.append(Launch(kernel, num_blocks, named, meta))
         if not recorder.run:
             return
-    for first in range(0, num_blocks, MOST_BLOCKS):
-        kernel[(min(MOST_BLOCKS, num_blocks - first),)](first, *args, **meta)
+    with _on_device_of(args):
+        for first in range(0, num_blocks, MOST_BLOCKS):
+            kernel[(min(MOST_BLOCKS, num_blocks - first),)](first, *args, **meta)
+
+
+def _on_device_of(args: tuple[Any, ...]) -> AbstractContextManager[Any]:
+    """Make the tensors' device the current one, which is where Triton launches."""
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    if device.type == "cpu":
+        return nullcontext()
+    return torch.get_device_module(device).device(device)
 
 
 def _describe(x: Any) -> Any:

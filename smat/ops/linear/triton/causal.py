@@ -111,7 +111,7 @@ class Causal:
         )
         num_chunks, num_visits = len(self.plan.chunks), self.plan.num_visits
         answers = (0, 0, 0) if inverse is None else inverse.stride()
-        sizes, k_blocks, _ = self._blocks(32, 32)
+        sizes, k_blocks, _ = self._blocks(32, self.sizes["CHUNK"] // 2)
         # Every block of features has a part of a gate's gradient.
         parts = {
             name: grads[name].new_empty(*grads[name].shape, k_blocks) if name in grads else None
