@@ -38,14 +38,23 @@ def store_column(pointer, strides, batch, first, head, num_rows, x, ROWS: tl.con
 
 
 @triton.jit
+def is_there(num_rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Whether a tile's tokens, and its columns, exist; whole blocks of columns all do."""
+    rows = tl.arange(0, ROWS)[:, None] < num_rows
+    if WIDTH % columns.shape[0] == 0:
+        return rows
+    else:
+        return rows & (columns[None, :] < WIDTH)
+
+
+@triton.jit
 def load_tile(
     pointer, strides, batch, first, head, num_rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
     """Load some columns of tokens, of (B, T, H, WIDTH): (ROWS, columns)."""
     rows = tl.arange(0, ROWS)
     place = place_of(pointer, strides, batch, first, head) + rows[:, None] * strides[1]
-    is_there = (rows[:, None] < num_rows) & (columns[None, :] < WIDTH)
-    return load(place + columns[None, :], is_there)
+    return load(place + columns[None, :], is_there(num_rows, columns, ROWS, WIDTH))
 
 
 @triton.jit
@@ -56,8 +65,7 @@ def store_tile(
     """Store some columns of tokens."""
     rows = tl.arange(0, ROWS)
     place = place_of(pointer, strides, batch, first, head) + rows[:, None] * strides[1]
-    is_there = (rows[:, None] < num_rows) & (columns[None, :] < WIDTH)
-    tl.store(place + columns[None, :], x, mask=is_there)
+    tl.store(place + columns[None, :], x, mask=is_there(num_rows, columns, ROWS, WIDTH))
 
 
 @triton.jit
@@ -67,9 +75,7 @@ def load_mapped(
 ):  # fmt: skip
     """Load some features of tokens; 0 where there is none, where elu would give 1."""
     x = load_tile(pointer, strides, batch, first, head, num_rows, columns, ROWS, WIDTH)
-    rows = tl.arange(0, ROWS)
-    is_there = (rows[:, None] < num_rows) & (columns[None, :] < WIDTH)
-    return tl.where(is_there, feature(x, MAP), 0.0)
+    return tl.where(is_there(num_rows, columns, ROWS, WIDTH), feature(x, MAP), 0.0)
 
 
 @triton.jit
