@@ -118,7 +118,8 @@ class Folds:
     def cut_rows(self) -> Iterator[tuple[int, int]]:
         """Cut the rows of the batch so that tables stay small: the first, and how many."""
         row_bytes = 4 * self.geometry.num_types * self.keys.num_columns
-        total, some = self.num_batch * self.num_rows, max(1, TABLE_BYTES // row_bytes)
+        total = self.num_batch * self.num_rows if self.folds else 0
+        some = max(1, TABLE_BYTES // row_bytes)
         for first in range(0, total, some):
             yield first, min(some, total - first)
 
