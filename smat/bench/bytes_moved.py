@@ -51,6 +51,7 @@ def count_all(
                 "name": case.name,
                 "pass": "backward" if backward else "forward",
                 "dtype": dtype,
+                "chunk": chunk_of(case),
                 "moved_bytes": total,
                 "least_bytes": least,
                 "ratio_to_least": total / least,
@@ -77,8 +78,13 @@ def cuts_of(case: Case) -> Cuts:
     """Cut a case's sequence as the kernels do."""
     planning = require("smat.ops.linear.triton.plan", "gpu")
     segments = segments_of(case.inputs(), Options(case.mask), case.mask, case.seq_len)
-    plan = planning.make_plan(tuple(segments), planning.CHUNK, torch.device("cpu"))
+    plan = planning.make_plan(tuple(segments), chunk_of(case), torch.device("cpu"))
     return Cuts.of(plan.chunks, plan.windows)
+
+
+def chunk_of(case: Case) -> int:
+    """Tokens of a chunk, as the kernels cut."""
+    return int(require("smat.ops.linear.triton.plan", "gpu").chunk_of(DTYPES[case.dtype]))
 
 
 class TorchBytes(TorchDispatchMode):
@@ -104,13 +110,13 @@ def _size(leaves: list[Any]) -> int:
 def least_bytes(case: Case, backward: bool) -> int:
     """Inputs and outputs once; chunk states, profile and type table written once and read once.
 
-    The backward pass has each of these tables twice: what was known, and its gradient.
+    Chunks are as long as the kernels' tiles, which fp32 halves. The backward pass has each of these
+    tables twice: what was known, and its gradient.
     """
     element, tokens, width = DTYPES[case.dtype].itemsize, case.heads * case.seq_len, case.width
     inputs = tokens * (3 * width * element + case.gated * (WORD + element))
     answers = tokens * WORD * (width + 1)
-    geometry, chunk = case.mask.geometry, require("smat.ops.linear.triton.plan", "gpu").CHUNK
-    states = -(-case.seq_len // chunk)
+    geometry, states = case.mask.geometry, -(-case.seq_len // chunk_of(case))
     if case.vc_dim > 1:
         states += geometry.num_profiles + geometry.num_types
     tables = 2 * WORD * case.heads * states * width * (width + 1)
@@ -125,7 +131,7 @@ def estimate(case: Case, backward: bool, num_bytes: int, peak: Peak) -> float:
     Products, of one head: states and their reads 4 T K V, tiles 2 T c (K + V), pool and read
     2 T K V; the backward pass makes about 2.5 times as many. fp32 takes three parts of TF32.
     """
-    width, chunk = case.width, require("smat.ops.linear.triton.plan", "gpu").CHUNK
+    width, chunk = case.width, chunk_of(case)
     each = 4 * width**2 + 4 * chunk * width + 2 * width**2 * (case.vc_dim > 1)
     products = each * case.seq_len * case.heads * (2.5 if backward else 1)
     parts = 3 if case.dtype == "fp32" else 1

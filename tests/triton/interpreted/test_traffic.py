@@ -4,10 +4,9 @@ import pytest
 import torch
 
 import smat
+from smat.bench.bytes_moved import cuts_of
 from smat.bench.launches import Case
 from smat.bench.traffic import Cuts, bytes_of
-from smat.ops.linear.triton import plan as planning
-from smat.ops.smat.attention import segments_of
 from smat.ops.smat.routing import Options
 from smat.ops.smat.triton import attention
 from smat.ops.triton.launch import record_launches
@@ -44,8 +43,7 @@ MARKED = [
 @pytest.mark.parametrize("case", MARKED)
 def test_forward_and_backward(case):
     inputs, options = case.inputs(device="cpu"), Options(case.mask)
-    segments = segments_of(inputs, options, case.mask, case.seq_len)
-    cuts = Cuts.of(*planning.make_plan(tuple(segments), planning.CHUNK, torch.device("cpu"))[:2])
+    cuts = cuts_of(case)
     answers = []
     assert_counted(lambda: answers.extend(attention.attend(inputs, options)), cuts)
     grad = torch.ones_like(answers[0]).to(inputs.v.dtype)
