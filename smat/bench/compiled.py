@@ -30,7 +30,6 @@ from smat.ops.triton.launch import Launch, precision_on
 
 EVERYTHING: dict[str, Any] = {"gated": True, "routed": True, "group": 2, "window_step": 8192}
 SPILLED = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
-AMD_FIELDS = (".vgpr_count", ".agpr_count", ".vgpr_spill_count", ".sgpr_spill_count")
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,14 @@ def _nvidia_registers(done: Any) -> tuple[int, int]:
 
 
 def _amd_registers(done: Any) -> tuple[int, int]:
-    """Read the kernel's own description: registers of both kinds, spilled bytes of a thread."""
-    text = done.asm["amdgcn"]
-    fields = {name: re.search(rf"{re.escape(name)}:\s+(\d+)", text) for name in AMD_FIELDS}
-    vector, _, *spills = (0 if found is None else int(found[1]) for found in fields.values())
-    return vector, 4 * sum(spills)
+    """Read the kernel's own description: vector registers, bytes of a thread that lie in memory.
+
+    Scalars without a register are kept in lanes of a vector register, and cost no memory.
+    """
+    registers, spilled = (
+        re.search(rf"\.{name}:\s+(\d+)", done.asm["amdgcn"])
+        for name in ("vgpr_count", "private_segment_fixed_size")
+    )
+    assert registers is not None
+    assert spilled is not None
+    return int(registers[1]), int(spilled[1])

@@ -137,19 +137,19 @@ def division_bytes(x: View, cuts: Cuts) -> Traffic:
 
 def query_key_bytes(x: View, cuts: Cuts) -> Traffic:
     """Gradients of queries, keys and gates: tokens, states and adjoints in."""
-    tiles, members, found = x.tiles("K", "BLOCK_K"), x.GROUP * x.SHARE, Traffic(0, 0)
+    tiles, found = x.tiles("K", "BLOCK_K"), Traffic(0, 0)
     for tokens, windows in cuts.chunks:
-        states = windows if x.has("cum") else 1
-        loads = 4 * INDEX + INDEX * windows + tokens * x.bytes_of("key_gate")
-        loads += members * tokens * (x.V * x.bytes_of("grad_out") + x.bytes_of("inverse", "delta"))
-        loads += x.SHARE * tokens * x.V * x.bytes_of("v")
-        loads += x.SHARE * 2 * WORD * (tokens + 1) * x.has("cum")
-        loads *= tiles
-        loads += tokens * x.K * (x.bytes_of("k") + x.GROUP * x.bytes_of("q"))
-        loads += WORD * x.SHARE * x.K * (x.V * (states + windows) + 2 * windows * x.has("inverse"))
-        stores = tiles * tokens * WORD * (x.SHARE * x.has("grad_gates") + x.has("grad_key_gate"))
-        found += Traffic(loads, stores + WORD * tokens * x.K * (x.GROUP + 1))
-    return found * (x.launch.num_blocks // (len(cuts.chunks) * tiles))
+        numbers = x.V * x.bytes_of("v", "grad_out") + x.bytes_of("inverse", "delta", "key_gate")
+        loads = 4 * INDEX + INDEX * windows + tokens * numbers
+        loads += 2 * WORD * (tokens + 1) * x.has("cum")
+        loads = tiles * loads + tokens * x.K * x.bytes_of("q", "k")
+        loads += WORD * x.K * (x.V + x.has("inverse"))
+        loads *= x.GROUP  # and once, of the heads that share a state, its adjoint
+        loads += WORD * x.K * x.V * (windows + (windows - 1) * x.has("cum"))
+        loads += WORD * x.K * (2 * windows - 1) * x.has("inverse")
+        stores = tiles * tokens * (x.bytes_of("grad_gates", "grad_key_gate"))
+        found += Traffic(loads, x.GROUP * (stores + 2 * WORD * tokens * x.K))
+    return found * (x.launch.num_blocks // (len(cuts.chunks) * tiles * x.GROUP))
 
 
 def value_bytes(x: View, cuts: Cuts) -> Traffic:

@@ -18,6 +18,8 @@ from smat.ops.linear.triton.states import scan_states
 from smat.ops.linear.triton.value_grads import value_grads
 from smat.ops.triton.launch import dot_precision, launch
 
+PULLED = ("q", "k", "log_decay", "key_gate")  # in the order of the kernel
+
 
 class Causal:
     """The causal branch of one sequence, whose tensors stay in the caller's layout.
@@ -102,7 +104,7 @@ class Causal:
         grads: dict[str, Tensor],
     ) -> None:  # fmt: skip
         """Write the gradients of q, k, v and of those gates there are, given 1 / s and g . o."""
-        batch, _, key_heads, _ = self.k.shape
+        batch = len(self.k)
         states, sums = self.scan(
             self.k, self.v, self.key_gate, None, reverse=False, every_visit=True
         )
@@ -112,29 +114,33 @@ class Causal:
         num_chunks, num_visits = len(self.plan.chunks), self.plan.num_visits
         answers = (0, 0, 0) if inverse is None else inverse.stride()
         sizes, k_blocks, _ = self._blocks(32, self.sizes["CHUNK"] // 2)
-        # Every block of features has a part of a gate's gradient.
-        parts = {
-            name: grads[name].new_empty(*grads[name].shape, k_blocks) if name in grads else None
-            for name in ("log_decay", "key_gate")
-        }
-        num_blocks = batch * num_chunks * key_heads
+        parts = {name: self._in_parts(name, grads, k_blocks) for name in PULLED}
+        num_blocks = batch * num_chunks
         launch(
-            query_key_grads, num_blocks * k_blocks,
+            query_key_grads, num_blocks * self.heads * k_blocks,
             *strided(self.q, self.k, self.v, self.key_gate, self.cum, grad_out), inverse, delta,
             answers, *self.plan[:2], states, sums, adjoints, adjoint_sums,
-            *strided(grads["q"], grads["k"], *parts.values()), key_heads, num_chunks, num_visits,
-            **sizes,
+            *strided(*parts.values()), self.heads, num_chunks, num_visits, **sizes,
         )  # fmt: skip
         for name, part in parts.items():
-            if part is not None:
-                torch.sum(part, -1, out=grads[name])
+            if part is not None and part is not grads[name]:
+                by_head = part if name in "qk" else part.flatten(2)
+                torch.sum(by_head.unflatten(2, (grads[name].shape[2], -1)), 3, out=grads[name])
         sizes, _, v_blocks = self._blocks(32, 64 if self.sizes["K"] <= 64 else 32)
         launch(
-            value_grads, num_blocks * sizes["SHARE"] * v_blocks,
+            value_grads, num_blocks * self.v.shape[2] * v_blocks,
             *strided(self.q, self.k, self.key_gate, self.cum, grad_out), inverse, answers,
             *self.plan[:2], adjoints, *strided(grads["v"]), self.v.shape[2], num_chunks, num_visits,
             **sizes,
         )  # fmt: skip
+
+    def _in_parts(self, name: str, grads: dict[str, Tensor], k_blocks: int) -> Tensor | None:
+        """Make room for what every head of answers, and block of features of gates, contributes."""
+        grad = grads.get(name)
+        if grad is None or (name in "qk" and grad.shape[2] == self.heads):
+            return grad
+        width = grad.shape[3] if name in "qk" else k_blocks
+        return grad.new_empty(*grad.shape[:2], self.heads, width)
 
 
 def divide_backward(grad_out: Tensor, out: Tensor, normalizer: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,12 +39,8 @@ def store_column(pointer, strides, batch, first, head, num_rows, x, ROWS: tl.con
 
 @triton.jit
 def is_there(num_rows, columns, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Whether a tile's tokens, and its columns, exist; whole blocks of columns all do."""
-    rows = tl.arange(0, ROWS)[:, None] < num_rows
-    if WIDTH % columns.shape[0] == 0:
-        return rows
-    else:
-        return rows & (columns[None, :] < WIDTH)
+    """Whether a tile's tokens and columns exist: (ROWS, columns)."""
+    return (tl.arange(0, ROWS)[:, None] < num_rows) & (columns[None, :] < WIDTH)
 
 
 @triton.jit
