@@ -19,6 +19,7 @@ import smat
 from smat.bench import measure
 from smat.bench.config import HeadsConfig, PrefillConfig
 from smat.bench.measure import DTYPES, Call, Timing, forward_backward
+from smat.bench.peers import CHECK_LEN, Peer, willing_peers
 from smat.masks.boundary import none, window
 
 SOFTMAX, GEMM, CAUSAL = "softmax", "gemm", "causal branch"
@@ -107,6 +108,11 @@ def run_attention(config: PrefillConfig) -> dict[str, Any]:
     device = measure.find_device(config.device, config.dtype)
     name = "train" if config.backward else "prefill"
     checks = [check for variant in variants(config) for check in check_variant(config, variant)]
+    peers, refused = list[Peer](), list[dict[str, Any]]()
+    if config.against == "sdpa":
+        some = draw_inputs(config, CHECK_LEN, 1, config.heads)
+        peers, more, refused = willing_peers(device, some)
+        checks += more
     record = measure.begin_record(name, config, device, checks)
     # Memory first: what goes wrong there goes wrong before the long part.
     cases = list(product(config.seq_lens, variants(config))) if config.memory else []
@@ -117,15 +123,21 @@ def run_attention(config: PrefillConfig) -> dict[str, Any]:
     # All lengths take turns with each other, since a growth exponent is a ratio too.
     candidates: dict[Key, Call] = {}
     for seq_len in config.seq_lens:
-        candidates |= _candidates(config, seq_len, device)
+        candidates |= _candidates(config, seq_len, device, peers)
     timings = measure.time_in_turns(candidates, config.repeats, config.budget, device, name)
     rows = [
         _row(config, seq_len, variant, peaks.get((seq_len, variant)), timings)
         for seq_len, variant in product(config.seq_lens, (*variants(config), Variant(None)))
         if variant.vc_dim or config.compares_softmax(seq_len)
     ]
+    rows += [
+        _peer_row(config, seq_len, peer, timings)
+        for seq_len, peer in product(config.seq_lens, peers)
+    ]
+    rows.sort(key=lambda row: config.seq_lens.index(row["seq_len"]))
     rates = [_rates(config, seq_len, timings) for seq_len in config.seq_lens]
-    return {**record, "rows": rows, "growth": fit_growth(rows), "rates": rates}
+    found = {"rows": rows, "growth": fit_growth(rows), "rates": rates, "refused": refused}
+    return {**record, **found}
 
 
 def check_variant(config: PrefillConfig, variant: Variant) -> list[dict[str, Any]]:
@@ -155,13 +167,17 @@ def attention_workload(config: PrefillConfig, seq_len: int, variant: Variant) ->
     )
 
 
-def _candidates(config: PrefillConfig, seq_len: int, device: torch.device) -> dict[Key, Call]:
+def _candidates(
+    config: PrefillConfig, seq_len: int, device: torch.device, peers: list[Peer]
+) -> dict[Key, Call]:
     compared = config.compared_heads if config.compares_softmax(seq_len) else None
     found: dict[Key, Call] = {}
     for heads in sorted({config.heads, compared or config.heads}):
         inputs = draw_inputs(config, seq_len, config.batch, heads, config.backward)
         for variant in (*variants(config), *([Variant(None)] if heads == compared else [])):
             found[seq_len, variant.name, heads] = variant.bind(inputs, config.chunk_size)
+    for peer in peers:
+        found[seq_len, peer.name, config.heads] = peer.bind(inputs)
     if not config.backward:  # on features and augmented values that lie in memory
         phi, psi, values = (inputs[name].abs().float() for name in ("q", "k", "v"))
         found[seq_len, CAUSAL, config.heads] = partial(
@@ -213,6 +229,17 @@ def _row(
         words = states * config.key_dim * (config.value_dim + 1) + config.chunk_size**2
         row["bound_bytes"] = config.batch * heads * words * itemsize
     return row
+
+
+def _peer_row(
+    config: PrefillConfig, seq_len: int, peer: Peer, timings: Mapping[Key, Timing]
+) -> dict[str, Any]:
+    """Another library's operation at one length, beside d = 1."""
+    timing = timings[seq_len, peer.name, config.heads]
+    plain = timings[seq_len, Variant(1, config.gates[0]).name, config.heads]
+    known = {"seq_len": seq_len, "heads": config.heads, "name": peer.name, "gated": peer.gated}
+    known |= {"vc_dim": None, "window_step": None}
+    return {**known, "timing": timing._asdict(), "ratio_to_d1": timing.ratio_to(plain)}
 
 
 def fit_growth(rows: list[dict[str, Any]]) -> dict[str, float]:

@@ -16,6 +16,7 @@ from rich.console import Console
 from smat.bench import config as configs
 from smat.bench.attention import run_attention
 from smat.bench.decode import run_decode
+from smat.bench.kernels import run_kernels
 from smat.bench.language_model import run_generate, run_step
 from smat.bench.layers import run_layers
 from smat.bench.tabulate import run_tabulate
@@ -67,10 +68,11 @@ def _bare(annotation: Any) -> Any:
 
 def add_command(
     name: str,
-    model: type[configs.BenchConfig],
+    model: type[configs.Config],
     run: Callable[[Any], Record],
     *examples: str,
     draws: bool = False,
+    show: Callable[[Record], None] | None = None,
 ) -> None:
     """Make a command of a benchmark: its help and its options are those of its configuration."""
 
@@ -81,7 +83,7 @@ def add_command(
         except ValidationError as error:
             raise ValueError(explain(error)) from None
         record = run(config)
-        print_record(record)
+        (show or print_record)(record)
         path = json_out or OUT / f"bench_{name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n")
@@ -125,6 +127,7 @@ def print_record(record: Record) -> None:
         "Time as T^exponent, fitted over the lengths above": growth,
         "GFLOP/s, beside a matrix product": record.get("rates"),
         "Left out, for want of memory": record.get("skipped"),
+        "Left out, since they refuse": record.get("refused"),
     }.items():
         if more:
             console.print(rows_table(title, more))
@@ -136,6 +139,17 @@ def print_record(record: Record) -> None:
         f"{where['processor']}, {where['num_threads']} threads of {where['num_cores']} cores, "
         f"load {where['load_average']}, torch {where['torch']}, commit {where['commit']}"
     )
+
+
+def print_kernels(record: Record) -> None:
+    """Print what kernels need when compiled, the bytes they move, and what that would take."""
+    console = Console(width=240, highlight=False, markup=False)
+    for title, rows, ruled_by in (
+        ("Compiled, not run: the worst form of each kernel", record["compiled"], "compiled_for"),
+        ("Bytes, counted from the kernels' loads and stores", record["bytes"], "name"),
+    ):
+        if rows:
+            console.print(rows_table(title, rows, ruled_by))
 
 
 add_command(
@@ -154,6 +168,14 @@ add_command(
     "--context 1024 --context 65536 --vc-dim 3 --batch 1",
     "--schedule window --window-step 4096 --no-softmax",
     draws=True,
+)
+add_command(
+    "kernels",
+    configs.KernelsConfig,
+    run_kernels,
+    "--no-compile",
+    "--device sm_90 --width 64 --dtype bf16 --no-bytes",
+    show=print_kernels,
 )
 add_command("layers", configs.LayersConfig, run_layers, "--seq-len 16384 --vc-dim 2 --repeats 5")
 add_command("lm-step", configs.StepConfig, run_step, "--boundary kept", "--checkpointing")

@@ -14,6 +14,7 @@ Count = Annotated[int, Field(ge=1)]
 Counts = Annotated[tuple[Count, ...], Field(min_length=1)]
 Contexts = Annotated[tuple[Annotated[int, Field(ge=8)], ...], Field(min_length=1)]
 Schedule = Literal["fixed", "window"]
+Preset = Literal["quick", "paper-figure", "paper-gpu", "paper-table", "gates", "window"]
 Schedules = Annotated[tuple[Schedule, ...], Field(min_length=1)]
 # A field size and a VC dimension; the command line has them as "17,4".
 Comma = BeforeValidator(lambda given: given.split(",") if isinstance(given, str) else given)
@@ -25,9 +26,18 @@ BUDGET = "Seconds after which a candidate leaves, with 3 runs or more."
 PRESETS: dict[str | None, dict[str, Any]] = {
     "quick": {"seq_len": (1024, 2048, 4096), "repeats": 3},
     "paper-figure": {"seq_len": (16384, 32768, 65536, 98304, 131072)},
+    # What the paper times on its GPU: the figure's sizes, and those of the table of costs.
+    "paper-gpu": {
+        "seq_len": (16384, 32768, 65536, 98304, 131072), "heads": 8, "chunk_size": 128,
+        "dtype": "bf16", "repeats": 15,
+    },
+    "paper-table": {
+        "seq_len": (65536, 262144), "batch": 64, "heads": 1, "key_dim": 32, "value_dim": 32,
+        "both": True, "softmax_up_to": 262144,
+    },
     "gates": {"seq_len": (65536,), "both": True, "against": "none"},
     "window": {"seq_len": (32768,), "window_step": (2048,), "against": "none"},
-}
+}  # fmt: skip
 
 
 def option(default: Any, text: str, name: str | None = None, recorded: bool = True) -> Any:
@@ -38,7 +48,7 @@ def option(default: Any, text: str, name: str | None = None, recorded: bool = Tr
 unrecorded = partial(option, recorded=False)
 
 
-class BenchConfig(BaseModel):
+class Config(BaseModel):
     """A configuration that does not change, and refuses fields that it does not have.
 
     >>> LayersConfig(seq_len=128, heads=2).heads
@@ -47,11 +57,38 @@ class BenchConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
-    device: str = option("cpu", "Device, for example cpu or cuda.")
-
     def record(self) -> dict[str, Any]:
         """Return the configuration as the JSON record holds it."""
         return self.model_dump(mode="json")
+
+
+class KernelsConfig(Config):
+    """Compile the Triton kernels for devices that are not here, and count the bytes they move.
+
+    Nothing is run or timed. Compiled: registers of a thread, spilled bytes, shared memory of a
+    block, and how many blocks a multiprocessor holds at once by its published limits; of several
+    forms of a kernel the worst. Bytes: what kernels load and store in a call, of one head, against
+    the least: inputs and outputs once, chunk states and tables written and read once. Estimates
+    follow from the bytes and a device's published bandwidth and rate, torch's operations included.
+    """
+
+    devices: tuple[Literal["sm_80", "sm_90", "gfx942"], ...] = option(
+        ("sm_80", "sm_90", "gfx942"), "Device to compile for; may be repeated.", "device"
+    )
+    widths: Counts = option((64, 128), "K = V to compile for; may be repeated.", "width")
+    dtypes: tuple[Literal["bf16", "fp16", "fp32"], ...] = option(
+        ("bf16", "fp32"), "Type of the inputs; may be repeated.", "dtype"
+    )
+    compiled: bool = option(True, "Compile the kernels: minutes.", "compile")
+    counted: bool = option(True, "Count bytes.", "bytes")
+    seq_len: Count = option(65536, "Sequence length T of the bytes.")
+    vc_dims: Counts = option((1, 2, 3, 4), "VC dimension d of the bytes.", "vc_dim")
+
+
+class BenchConfig(Config):
+    """What all benchmarks that run something have."""
+
+    device: str = option("cpu", "Device, for example cpu or cuda.")
 
 
 class TabulateConfig(BenchConfig):
@@ -93,9 +130,10 @@ class PrefillConfig(HeadsConfig):
 
     backward: ClassVar[bool] = False
 
-    preset: Literal["quick", "paper-figure", "gates", "window"] | None = unrecorded(
+    preset: Preset | None = unrecorded(
         None,
-        "Fill in what is not given. quick: T = 1K to 4K, 3 runs. paper-figure: T = 16K to 128K. "
+        "Fill in what is not given. quick: T = 1K to 4K, 3 runs. paper-figure: T = 16K to 128K; "
+        "paper-gpu: the same with the paper's 8 heads in bf16. paper-table: batch 64, fp32. "
         "Without softmax: gates (T = 64K, gated or not) and window (T = 32K, fixed or by 2048).",
     )
     seq_lens: Counts = option((4096, 16384), "Sequence length T; may be repeated.", "seq_len")
@@ -106,7 +144,9 @@ class PrefillConfig(HeadsConfig):
         (), "Boundary: fixed, window, or both.", "schedule"
     )
     steps: tuple[Count, ...] = unrecorded((), "Steps of windows, in tokens (T/16).", "window_step")
-    against: Literal["sdpa", "none"] = unrecorded("sdpa", "What to time beside it.")
+    against: Literal["sdpa", "none"] = unrecorded(
+        "sdpa", "What to time beside it; sdpa: on a GPU also fla and mamba_ssm, if there."
+    )
     softmax_up_to: int = option(131072, "Longest T at which softmax is timed.")
     softmax_heads: Count | None = option(None, "Compare with softmax on fewer heads, both sides.")
     repeats: Count = option(5, "Runs of each candidate.")
@@ -117,7 +157,10 @@ class PrefillConfig(HeadsConfig):
     @model_validator(mode="before")
     @classmethod
     def _fill_in_preset(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return {**PRESETS.get(given.get("preset"), {}), **given}
+        filled = PRESETS.get(given.get("preset"), {})
+        if cls.backward and given.get("preset") == "paper-table":
+            filled = {**filled, "seq_len": (16384, 65536)}
+        return {**filled, **given}
 
     @model_validator(mode="after")
     def _check(self) -> PrefillConfig:

@@ -180,6 +180,8 @@ def run_decode(config: DecodeConfig) -> dict[str, Any]:
     if limit is None and device.type == "cpu":
         with suppress(OSError):
             limit = int(0.7 * measure.read_bytes("/proc/meminfo", "MemAvailable"))
+    if limit is None and device.type == "cuda":
+        limit = int(0.7 * torch.cuda.mem_get_info(device)[0])
     plan, skipped = plan_packs(config, float("inf") if limit is None else limit)
     kinds = {decoder.name: decoder for pack in plan for decoder in pack if decoder.vc_dim}
     checks = [check for decoder in kinds.values() for check in check_decoder(decoder)]

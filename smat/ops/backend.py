@@ -1,42 +1,60 @@
-"""One place picks the implementation: of the two branches, forward and backward.
+"""One place picks the implementation of the op, forward and backward.
 
-A backend is four functions with the signatures of `causal`, `long_range` and their backward passes.
-"torch" is complete and runs everywhere.
+"torch" is complete, runs everywhere and is written to be read. "triton" is for GPUs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from smat.ops.linear.causal import CausalGrads, causal, causal_backward
-from smat.ops.smat.long_range import LongRangeGrads, long_range, long_range_backward
+from smat.extras import missing_extra
+from smat.ops.smat import attention
+from smat.ops.smat.step import step_token
 
 _log = logging.getLogger("smat")
 
 
 class Backend(NamedTuple):
-    """The two branches, as one implementation has them."""
+    """The op, as one implementation has it."""
 
     name: str
     devices: tuple[str, ...]  # none: every device
-    causal: Callable[..., Tensor]
-    causal_backward: Callable[..., Iterator[CausalGrads]]
-    long_range: Callable[..., tuple[int, Tensor]]
-    long_range_backward: Callable[..., LongRangeGrads]
+    attend: Callable[..., tuple[Tensor, Tensor]]  # of inputs and options: output, normaliser
+    attend_backward: Callable[..., dict[str, Tensor]]  # and of their gradient: all by name
+    step: Callable[..., Tensor]  # of a state and a token: its output
 
     def runs_on(self, device: torch.device) -> bool:
         """Whether it takes tensors on a device."""
         return not self.devices or device.type in self.devices
 
 
-TORCH = Backend("torch", (), causal, causal_backward, long_range, long_range_backward)
-BACKENDS = (TORCH,)  # the preferred one first
+def _from_triton(module: str, name: str) -> Callable[..., Any]:
+    """Name a function of the kernels; they are imported where they are first called."""
+
+    def call(*args: Any) -> Any:
+        return getattr(import_module(f"smat.ops.smat.triton.{module}"), name)(*args)
+
+    return call
+
+
+TORCH = Backend("torch", (), attention.attend, attention.attend_backward, step_token)
+TRITON = Backend(
+    "triton",
+    ("cuda", "xpu"),  # ROCm is "cuda" to torch
+    _from_triton("attention", "attend"),
+    _from_triton("attention", "attend_backward"),
+    _from_triton("decode", "step_token"),
+)
+BACKENDS = (TRITON, TORCH)  # the preferred one first
 
 
 def available_backends(device: torch.device | str = "cpu") -> tuple[str, ...]:
@@ -45,26 +63,46 @@ def available_backends(device: torch.device | str = "cpu") -> tuple[str, ...]:
     >>> available_backends("cpu")
     ('torch',)
     """
-    return tuple(each.name for each in BACKENDS if each.runs_on(torch.device(device)))
+    at = torch.device(device)
+    return tuple(each.name for each in BACKENDS if each.runs_on(at) and _is_installed(each.name))
 
 
-def choose_backend(backend: str, device: torch.device) -> Backend:
+def choose_backend(backend: str, device: torch.device, *dtypes: torch.dtype) -> Backend:
     """Resolve "auto" to the best implementation for a device; a forced one must run there.
 
     >>> choose_backend("auto", torch.device("cpu")).name
     'torch'
+
+    Kernels sum in fp32: fp64 goes to torch. Where Triton interprets (TRITON_INTERPRET=1), its
+    kernels take tensors on a CPU if they are asked for by name.
     """
-    fitting = [each for each in BACKENDS if each.runs_on(device)]
-    chosen = next((each for each in fitting if backend in ("auto", each.name)), None)
-    if chosen is None:
-        names = ", ".join(each.name for each in fitting)
+    names = available_backends(device)
+    if backend == "auto":
+        backend = names[0]
+    elif backend == "triton" and not _is_installed("triton"):
+        raise missing_extra("triton", "gpu")
+    elif backend not in names and not (backend == "triton" and _is_interpreted(device)):
+        hint = "; on a CPU Triton needs TRITON_INTERPRET=1" if backend == "triton" else ""
         raise ValueError(
-            f"backend must be 'auto' or one of {names} on {device.type}, got {backend!r}"
+            f"backend must be 'auto' or one of {', '.join(names)} on {device.type}, "
+            f"got {backend!r}{hint}"
         )
-    return chosen
+    if torch.float64 in dtypes:
+        backend = "torch"
+    return next(each for each in BACKENDS if each.name == backend)
 
 
 @cache
-def say_once(name: str, device: str) -> None:
-    """Log, once a process, which implementation was taken."""
-    _log.info("attention on %s runs on the %r backend", device, name)
+def _is_installed(name: str) -> bool:
+    return name == "torch" or find_spec(name) is not None
+
+
+def _is_interpreted(device: torch.device) -> bool:
+    return device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def say_once(name: str, device: str, asked: str = "auto") -> None:
+    """Log, once a process, which implementation was taken, and where it is not what was asked."""
+    instead = f" instead of {asked!r}" if asked not in ("auto", name) else ""
+    _log.info("attention on %s runs on the %r backend%s", device, name, instead)

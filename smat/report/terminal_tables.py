@@ -15,6 +15,9 @@ Row = Mapping[str, Any]
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # The fields of rows in the order of their columns, and what stands over each.
 HEADINGS = {
+    "compiled_for": "device", "kernel": "kernel", "width": "K = V", "forms": "forms",
+    "registers": "registers", "spilled_bytes": "spilled", "shared_bytes": "shared",
+    "warps": "warps", "blocks": "blocks at once", "occupancy": "occupancy", "limit": "limited by",
     "batch": "batch", "seq_len": "T", "context": "context", "name": "what", "kind": "kind",
     "heads": "heads", "size": "at", "error": "error", "quantity": "worst",
     "tolerance": "tolerance", "vc_dim": "d", "field_size": "q", "num_profiles": "P",
@@ -22,6 +25,10 @@ HEADINGS = {
     "method": "form", "additions": "additions", "additions_algorithm2": "additions,\nAlgorithm 2",
     "additions_factored": "additions,\nfactored", "cache_states": "cache,\nstates",
     "median": "median", "low": "20 %", "high": "80 %", "num_runs": "runs", "slowest": "slowest",
+    "pass": "pass", "dtype": "dtype", "chunk": "chunk", "moved_bytes": "moved",
+    "least_bytes": "least", "ratio_to_least": "x least", "torch_bytes": "by torch\nbeside",
+    "estimate_a100": "estimate (ms),\nA100 80 GB", "estimate_h100": "H100 SXM",
+    "estimate_mi300x": "MI300X",
     "ratio": "ratio", "baseline": "to", "ratio_to_factored": "x factored", "ratio_to_d1": "x d=1",
     "ratio_to_plain": "x plain", "ratio_to_shortest": "x shortest", "softmax_ratio": "softmax x",
     "slowest_to_median": "slowest / median", "io_bytes": "in + out", "kept_bytes": "kept",
@@ -30,6 +37,7 @@ HEADINGS = {
     "peak_bytes": "peak", "parameters": "parameters", "exponent": "exponent", "gemm": "product",
     "causal_branch": "causal branch",
     "fraction_of_gemm": "fraction", "whole_op_fraction_of_gemm": "whole op, d = 1",
+    "why": "why",
 }  # fmt: skip
 MILLISECONDS = ("median", "low", "high", "slowest")
 

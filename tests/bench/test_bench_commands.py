@@ -20,7 +20,7 @@ SMALL = [
 ]  # fmt: skip
 ENVIRONMENT = {
     "time", "machine", "processor", "device", "num_cores", "num_threads", "load_average", "system",
-    "python", "torch", "smat", "commit",
+    "python", "torch", "backend", "smat", "commit",
 }  # fmt: skip
 TIMING = {"median", "low", "high", "slowest", "num_runs", "minor_faults", "major_faults"}
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 BRANCHES = ("both", "causal", "long_range")
 DECAY_SCOPES = ("all", "recurrent")
+LOOKED_AT = ("cpu",)  # devices whose values cost no waiting
 
 
 def check_tensor(name: str, x: Any, kind: str = "") -> None:
@@ -168,11 +169,10 @@ def check_padding(attention_mask: Tensor, shape: tuple[int, ...], device: torch.
         )
     if attention_mask.dtype == torch.bool or torch.compiler.is_compiling():
         return
-    strange = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
-    if strange.numel():
-        raise ValueError(
-            f"attention_mask must hold 0 for padding and 1 for tokens, got {strange[0].item()}"
-        )
+    strange, rule = (attention_mask != 0) & (attention_mask != 1), "0 for padding and 1 for tokens"
+    if _holds(strange, f"attention_mask must hold {rule}"):
+        first = attention_mask[strange][0].item()
+        raise ValueError(f"attention_mask must hold {rule}, got {first}")
 
 
 def check_packing(cu_seqlens: Tensor, q: Tensor) -> None:
@@ -223,9 +223,9 @@ def check_values(
 def check_gate_values(gates: Gates) -> None:
     """Refuse gates that would grow what they should forget, or write less than nothing."""
     log_decay, key_gate = gates
-    if log_decay is not None and bool((log_decay > 0).any()):
+    if log_decay is not None and _holds(log_decay > 0, "log_decay must be at most 0"):
         raise ValueError(f"log_decay must be at most 0, got {_extreme(log_decay, torch.amax)}")
-    if key_gate is not None and bool((key_gate < 0).any()):
+    if key_gate is not None and _holds(key_gate < 0, "key_gate must not be negative"):
         raise ValueError(f"key_gate must not be negative, got {_extreme(key_gate, torch.amin)}")
 
 
@@ -242,10 +242,21 @@ def check_range(name: str, index: Tensor, limit: int, mask: SMatMask | None = No
     if index.is_meta:
         raise ValueError(f"{name} must hold values, got a tensor on meta")
     index = index.long()
-    if not bool(((index >= 0) & (index < limit)).all()):
+    if _holds((index < 0) | (index >= limit), f"{name} must lie in [0, {limit})"):
         low, high = (_extreme(index, end) for end in (torch.amin, torch.amax))
         whose = "" if mask is None else f" for {mask.describe()}"
         raise ValueError(f"{name} must lie in [0, {limit}){whose}, got values from {low} to {high}")
+
+
+def _holds(wrong: Tensor, rule: str) -> bool:
+    """Whether anything is wrong; elsewhere than on a CPU the device stops by itself.
+
+    Asking it would make the host wait for all that was launched before.
+    """
+    if wrong.device.type in LOOKED_AT:
+        return bool(wrong.any())
+    torch._assert_async(~wrong.any(), rule)
+    return False
 
 
 def _extreme(x: Tensor, end: Callable[[Tensor], Tensor]) -> float | int:
@@ -285,14 +296,4 @@ def check_new_tokens(
         raise ValueError(
             "at d = 1 a state takes write_weight, read_weight and several reads only if made with "
             "weighted=True"
-        )
-
-
-def check_features(name: str, before: Tensor, after: Any) -> None:
-    """Refuse what a caller's feature map made of q or k, unless only the width has changed."""
-    check_tensor(f"the feature map of {name}", after, "floating-point")
-    if after.shape[:-1] != before.shape[:-1] or after.shape[-1] == 0:
-        raise ValueError(
-            f"a feature map may change the width only, but it made {tuple(after.shape)} of {name} "
-            f"{tuple(before.shape)}"
         )

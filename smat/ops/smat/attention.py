@@ -15,18 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.masks import Segment
-from smat.ops.backend import Backend
+from smat.masks import Segment, SMatMask
 from smat.ops.feature_maps import (
     divide_backward,
     inverse_or_zero,
     pointwise_backward_,
     pointwise_rows,
 )
-from smat.ops.linear.causal import CausalGrads
+from smat.ops.linear.causal import CausalGrads, causal, causal_backward
 from smat.ops.linear.chunks import cut_chunks, sum_heads
 from smat.ops.linear.decay import FORGETS, LogDecay
-from smat.ops.smat.long_range import LongRangeGrads
+from smat.ops.smat.long_range import LongRangeGrads, long_range, long_range_backward
 from smat.ops.smat.routing import Inputs, Options, Routing
 
 CPU_TOKENS, OTHER_TOKENS = 1 << 14, 1 << 22  # tokens x heads of values of a slice
@@ -111,7 +110,7 @@ class Loaded:
         self.log_decay = self._rows(log_decay, None)  # (N, M, T)
         self.decay = None if self.log_decay is None else LogDecay.of(self.log_decay)
         self.write_weight = self._rows(self.given.write_weight, self.dtype)
-        self.segments = self._segments()
+        self.segments = segments_of(inputs, options, self.mask, self.v.shape[2])
         self.has_local = options.branch != "long_range"
         self.has_distant = options.branch != "causal" and self.segments[-1].boundary > 0
 
@@ -130,19 +129,6 @@ class Loaded:
         v_aug[..., :-1] = v
         v_aug[..., -1] = 1
         return v_aug
-
-    def _segments(self) -> tuple[Segment, ...]:
-        """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
-
-        Only weights, several reads, gates of one kind or one branch alone tell distant keys from
-        recent ones there.
-        """
-        length, types = self.v.shape[2], self.given.query_type
-        weighs = self.write_weight is not None or (types is not None and types.ndim == 4)
-        forgets = self.decay is not None and self.options.decay_scope != "all"
-        if self.mask.vc_dim == 1 and not weighs and not forgets and self.options.branch == "both":
-            return (Segment(0, self.mask.check_length(length), 0),)
-        return self.mask.segments(length)
 
     def distant_arguments(self) -> tuple[Tensor, Tensor, Tensor, LogDecay | None, Routing]:
         """Give every head of values a row of its own, as the long range takes them."""
@@ -165,7 +151,23 @@ class Loaded:
         return phi, psi, self.v.flatten(0, 1), decay, routing
 
 
-def attend(inputs: Inputs, options: Options, backend: Backend) -> tuple[Tensor, Tensor]:
+def segments_of(
+    inputs: Inputs, options: Options, mask: SMatMask, length: int
+) -> tuple[Segment, ...]:
+    """The mask's segments; at d = 1 every query sees all keys before it, whatever n(t) is.
+
+    Only weights, several reads, gates of one kind or one branch alone tell distant keys from
+    recent ones there.
+    """
+    types, routing = inputs.routing.query_type, inputs.routing
+    weighs = routing.write_weight is not None or (types is not None and types.ndim == 4)
+    forgets = inputs.gates.log_decay is not None and options.decay_scope != "all"
+    if mask.vc_dim == 1 and not weighs and not forgets and options.branch == "both":
+        return (Segment(0, mask.check_length(length), 0),)
+    return mask.segments(length)
+
+
+def attend(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Run Algorithm 1: the output (B, T, H, V) and the normaliser (B, T, H).
 
     Both come in the dtype of the sums: the backward pass subtracts the output from the values, and
@@ -175,7 +177,7 @@ def attend(inputs: Inputs, options: Options, backend: Backend) -> tuple[Tensor, 
     out = v.new_empty(*v.shape[:2], num_heads, v.shape[-1], dtype=_wide(v))
     normalizer = v.new_empty(out.shape[:3], dtype=_wide(v))
     for part in cut_slices(inputs.k, inputs.v, inputs.cu_seqlens):
-        y = _add_branches(Loaded(part, inputs, options), backend)
+        y = _add_branches(Loaded(part, inputs, options))
         into, total = part.of_values(out), part.of_values(normalizer)
         y = y.view(*into.shape[:4], -1)
         if options.normalize:
@@ -187,17 +189,17 @@ def attend(inputs: Inputs, options: Options, backend: Backend) -> tuple[Tensor, 
     return out, normalizer
 
 
-def _add_branches(loaded: Loaded, backend: Backend) -> Tensor:
+def _add_branches(loaded: Loaded) -> Tensor:
     """y (N, G M, T, p): the numerator, and with it the normaliser."""
     phi, psi, v, segments = loaded.phi, loaded.psi, loaded.v, loaded.segments
     # Lines 5-7: chunk sums, exclusive scan within each window, dense tiles.
     if loaded.has_local:
-        y = backend.causal(phi, psi, v, loaded.decay, segments)
+        y = causal(phi, psi, v, loaded.decay, segments)
     else:
         y = v.new_zeros(len(v), phi.shape[1] * v.shape[1], *v.shape[2:])
     # Lines 2-4: pool by profile, tabulate, read by type.
     if loaded.has_distant:
-        first, y_long = backend.long_range(*loaded.distant_arguments(), loaded.mask, segments)
+        first, y_long = long_range(*loaded.distant_arguments(), loaded.mask, segments)
         y[:, :, first:] += y_long.view_as(y[:, :, first:])
     return y
 
@@ -205,7 +207,6 @@ def _add_branches(loaded: Loaded, backend: Backend) -> Tensor:
 def attend_backward(
     inputs: Inputs,
     options: Options,
-    backend: Backend,
     grad_out: Tensor,
     out: Tensor,
     normalizer: Tensor,
@@ -224,7 +225,7 @@ def attend_backward(
             part.of_values(x).flatten(0, 1) for x in (grad_out, out, normalizer)
         )  # (N, G M, T, V), and without V
         grad_y = divide_backward(grad, answer, total) if options.normalize else grad.contiguous()
-        _slice_backward(Loaded(part, inputs, options), backend, grad_y, grads)
+        _slice_backward(Loaded(part, inputs, options), grad_y, grads)
         del grad_y  # the next slice can have its memory
     return grads
 
@@ -233,13 +234,11 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _slice_backward(
-    loaded: Loaded, backend: Backend, grad_y: Tensor, grads: dict[str, Tensor]
-) -> None:
+def _slice_backward(loaded: Loaded, grad_y: Tensor, grads: dict[str, Tensor]) -> None:
     """Write the gradients of one slice, of both branches, taken through gates and features."""
     part, name, phi = loaded.part, loaded.options.feature_map, loaded.phi
-    distant = _distant_backward(loaded, backend, grad_y, grads)
-    for tokens, grad_phi, grad_psi, grad_v, grad_gates in _local_backward(loaded, backend, grad_y):
+    distant = _distant_backward(loaded, grad_y, grads)
+    for tokens, grad_phi, grad_psi, grad_v, grad_gates in _local_backward(loaded, grad_y):
         if distant is not None:
             first, n = phi.shape[2] - distant.phi.shape[2], distant.psi.shape[1]
             if tokens.start >= first:
@@ -261,11 +260,11 @@ def _slice_backward(
         part.write(grads["v"], grad_v[..., : grads["v"].shape[-1]], tokens)
 
 
-def _local_backward(loaded: Loaded, backend: Backend, grad_y: Tensor) -> Iterator[CausalGrads]:
+def _local_backward(loaded: Loaded, grad_y: Tensor) -> Iterator[CausalGrads]:
     """Yield the gradients of the causal branch; zeros if it takes no part."""
     phi, psi, v, segments = loaded.phi, loaded.psi, loaded.v, loaded.segments
     if loaded.has_local:
-        yield from backend.causal_backward(phi, psi, v, loaded.decay, segments, grad_y)
+        yield from causal_backward(phi, psi, v, loaded.decay, segments, grad_y)
         return
     for start, stop, *_ in cut_chunks(segments):
         some = phi[:, :, start:stop], psi[:, start:stop], v[:, :, start:stop]
@@ -275,7 +274,7 @@ def _local_backward(loaded: Loaded, backend: Backend, grad_y: Tensor) -> Iterato
 
 
 def _distant_backward(
-    loaded: Loaded, backend: Backend, grad_y: Tensor, grads: dict[str, Tensor]
+    loaded: Loaded, grad_y: Tensor, grads: dict[str, Tensor]
 ) -> LongRangeGrads | None:
     """Write the gradients of weights; the others are summed over heads of values, but for v."""
     part, heads = loaded.part, loaded.v.shape[:2]
@@ -284,9 +283,7 @@ def _distant_backward(
             part.of_values(grads[name]).zero_()
         return None
     by_row = grad_y.view(-1, loaded.phi.shape[1], *grad_y.shape[2:])
-    found = backend.long_range_backward(
-        *loaded.distant_arguments(), loaded.mask, loaded.segments, by_row
-    )
+    found = long_range_backward(*loaded.distant_arguments(), loaded.mask, loaded.segments, by_row)
     phi, psi, v = (x.unflatten(0, heads) for x in found[:3])
     if loaded.write_weight is not None:
         n = psi.shape[2]

@@ -14,14 +14,15 @@ from typing_extensions import Self
 
 from smat.geometry.field import check_integer
 from smat.masks import SMatMask, SMatWarning
-from smat.ops.feature_maps import FeatureMap, inverse_or_zero
+from smat.ops.backend import choose_backend
+from smat.ops.feature_maps import FeatureMap
 from smat.ops.smat import arguments as check
 from smat.ops.smat.extend import extend_tokens
 from smat.ops.smat.padding import Padding, unpack
-from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Routing, sort_per_token
+from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Inputs, Routing, sort_per_token
 from smat.ops.smat.state import StateSpec, StateTables, check_dtype, isolated
 from smat.ops.smat.state_io import load_state, save_state
-from smat.ops.smat.step import load_tokens, step_token
+from smat.ops.smat.step import divide, load_tokens
 
 
 class SMatState(StateTables):
@@ -162,6 +163,7 @@ class SMatState(StateTables):
         query_type: Tensor | None = None,
         read_weight: Tensor | None = None,
         inplace: bool = False,
+        backend: str = "auto",
     ) -> tuple[Tensor, Self]:
         """Take in one token and attend from it: q_t (B, Hq, K), k_t and v_t (B, Hkv, .).
 
@@ -194,11 +196,12 @@ class SMatState(StateTables):
         reads = _one_token("query_type", query_type), _one_token("read_weight", read_weight)
         writes = _one_token("profile", profile), _one_token("write_weight", write_weight)
         routing = Routing(writes[0], reads[0], writes[1], reads[1])
-        tokens = load_tokens(self, q, k, v, gates, routing)
+        chosen = choose_backend(backend, v_t.device, self.dtype, v_t.dtype)
         state = self if inplace else self.fork()
         _warn_past_horizon(state, 1)
-        y = step_token(state, tokens, spread=inplace and state.num_buffers > 1)
-        return _divide(y, state.spec.normalize).to(v_t.dtype), state
+        inputs = Inputs(q, k, v, gates, routing)
+        out = chosen.step(state, inputs, inplace and state.num_buffers > 1)
+        return out.to(v_t.dtype), state
 
     @isolated
     def extend(
@@ -238,7 +241,7 @@ class SMatState(StateTables):
         _warn_past_horizon(state, max(lengths, default=0))
         y = extend_tokens(state, tokens, lengths, spread=inplace and state.num_buffers > 1)
         assert y is not None
-        out = _divide(y, state.spec.normalize).to(v.dtype)
+        out = divide(y, state.spec.normalize).to(v.dtype)
         return out if padding is None else padding.restore(out), state
 
     def save(self, path: str | PathLike[str]) -> None:
@@ -259,11 +262,6 @@ class SMatState(StateTables):
         needs it again.
         """
         return load_state(cls, path, mask, feature_map, device)
-
-
-def _divide(y: Tensor, normalize: bool) -> Tensor:
-    """Divide by the normaliser in the last column; a query that saw nothing gives 0."""
-    return y[..., :-1] * inverse_or_zero(y[..., -1:]) if normalize else y
 
 
 def _warn_past_horizon(state: StateTables, num_tokens: int) -> None:

@@ -15,6 +15,7 @@ from smat.ops.smat.decode import SMatState
 from smat.ops.smat.operator import Attend, attend
 from smat.ops.smat.padding import Padding
 from smat.ops.smat.routing import Gates, Options, Routing, sort_per_token
+from smat.ops.smat.step import check_features
 
 
 def smat_attention(
@@ -78,7 +79,7 @@ def smat_attention(
             reset at the boundary), or of the distant ones, "long_range". Both together are the sum
             of the two if ``normalize`` is False.
         decay_scope: "all" (every key decays) or "recurrent" (distant keys do not).
-        backend: "auto", "torch".
+        backend: "auto", "torch", or "triton" on a GPU.
 
     Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of
     them that is given so, one for each head of the output. Numbers that are not finite give numbers
@@ -187,7 +188,8 @@ def _check(
     check.check_choice("branch", branch, check.BRANCHES)
     check.check_choice("decay_scope", decay_scope, check.DECAY_SCOPES)
     check.check_gates_and_routing(q, k, v, gates, routing)
-    choose_backend(backend, q.device)
+    if not torch.compiler.is_compiling():  # the operator chooses for itself
+        choose_backend(backend, q.device)
 
 
 def _map_features(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[str, Tensor, Tensor]:
@@ -196,8 +198,8 @@ def _map_features(feature_map: FeatureMap, q: Tensor, k: Tensor) -> tuple[str, T
     if before is None:
         return pointwise, q, k
     mapped = before(q), before(k)
-    check.check_features("q", q, mapped[0])
-    check.check_features("k", k, mapped[1])
+    check_features("q", q, mapped[0])
+    check_features("k", k, mapped[1])
     return pointwise, *mapped
 
 

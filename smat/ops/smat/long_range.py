@@ -218,7 +218,7 @@ def long_range_backward(
     by_key = (psi[:, : folds.num_distant] * grads.psi).sum(-1)
     length = phi.shape[2]
     by_query, by_key = F.pad(by_query, (first, 0)), F.pad(by_key, (0, length - folds.num_distant))
-    return grads._replace(log_decay=_decay_backward(by_query, by_key, folds.num_distant))
+    return grads._replace(log_decay=decay_backward(by_query, by_key, folds.num_distant))
 
 
 def _keys_backward(
@@ -250,7 +250,7 @@ def _keys_backward(
             grad_table *= _over_move(decay, fold, v.dtype)
 
 
-def _decay_backward(by_query: Tensor, by_key: Tensor, num_distant: int) -> Tensor:
+def decay_backward(by_query: Tensor, by_key: Tensor, num_distant: int) -> Tensor:
     """Find the gradient of the log-gates from what queries and keys take part in, (R, T) each.
 
     A gate is moved by every pair of a key before it and a query not before it: all keys before it,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend, say_once
-from smat.ops.smat import attention
 from smat.ops.smat.arguments import check_values
 from smat.ops.smat.routing import Gates, Inputs, Options, Routing
 
@@ -43,16 +42,16 @@ def attend(
     inputs, positions = _sort(tensors)
     q, k, edges = inputs.q, inputs.k, inputs.cu_seqlens
     check_values(inputs.gates, inputs.routing, edges, positions, options.mask, k.shape[1])
-    chosen = choose_backend(backend, q.device)
-    say_once(chosen.name, q.device.type)
+    chosen = choose_backend(backend, q.device, *_dtypes(inputs))
+    say_once(chosen.name, q.device.type, backend)
     keep_freed_pages()
     with torch.autocast(q.device.type, enabled=False):  # sums keep the op's own dtype
         if positions is None:
-            return attention.attend(inputs, options, chosen)
+            return chosen.attend(inputs, options)
         answers = _answers_like(inputs)
         for some in _distinct(positions):
             at = positions[some]
-            found = attention.attend(_spread_queries(inputs, some, at), options, chosen)
+            found = chosen.attend(_spread_queries(inputs, some, at), options)
             for into, x in zip(answers, found, strict=True):
                 into[:, some] = x[:, at]
     return answers
@@ -75,21 +74,19 @@ def attend_backward(
     """
     options = Options(_mask_from(mask), feature_map, normalize, branch, decay_scope, backend)
     inputs, positions = _sort(tensors)
-    chosen, length = choose_backend(backend, inputs.q.device), inputs.k.shape[1]
+    chosen, length = choose_backend(backend, inputs.q.device, *_dtypes(inputs)), inputs.k.shape[1]
     keep_freed_pages()
     with torch.autocast(inputs.q.device.type, enabled=False):
         given = [x for x in tensors[:NUM_DIFFERENTIABLE] if x is not None]
         if positions is None:
-            total = list(attention.attend_backward(inputs, options, chosen, *answers).values())
+            total = list(chosen.attend_backward(inputs, options, *answers).values())
             return [grad.to(x.dtype) for grad, x in zip(total, given, strict=True)]
         wide = [torch.promote_types(x.dtype, torch.float32) for x in given]
         total = [torch.zeros_like(x, dtype=dtype) for x, dtype in zip(given, wide, strict=True)]
         for some in _distinct(positions):
             at = positions[some]
             back = (_spread(x[:, some], at, length) for x in answers)
-            found = attention.attend_backward(
-                _spread_queries(inputs, some, at), options, chosen, *back
-            )
+            found = chosen.attend_backward(_spread_queries(inputs, some, at), options, *back)
             for into, (name, grad) in zip(total, found.items(), strict=True):
                 if name in ("q", "read_weight"):
                     into[:, some] = grad[:, at]
@@ -106,6 +103,10 @@ def _sort(tensors: Sequence[Any]) -> tuple[Inputs, Tensor | None]:
         Routing(*(named[name] for name in Routing._fields)), named["cu_seqlens"],
     )  # fmt: skip
     return inputs, named["positions"]
+
+
+def _dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
+    return inputs.q.dtype, inputs.k.dtype, inputs.v.dtype
 
 
 def _distinct(positions: Tensor) -> Iterator[Tensor]:

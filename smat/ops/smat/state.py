@@ -22,7 +22,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -140,6 +140,7 @@ class StateTables:
         self.tensors = dict(tensors)
         self.cohorts = gather_cohorts(positions, built, self.device)
         self._shared: set[str] = set()
+        self.numbers: Any = None  # where rows stand, as a backend keeps it on the device
 
     @property
     def tells_distant(self) -> bool:

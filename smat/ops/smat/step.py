@@ -8,19 +8,19 @@ tokens with profiles or types of their own, be served by one gather or scatter.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.feature_maps import pointwise
+from smat.ops.feature_maps import inverse_or_zero, pointwise
 from smat.ops.linear.chunks import repeat_heads
 from smat.ops.linear.decay import FORGETS, decay_factor
 from smat.ops.smat import arguments as check
 from smat.ops.smat.cohorts import Cohort
 from smat.ops.smat.fold import enter, spread_fold
-from smat.ops.smat.routing import Gates, Routing
+from smat.ops.smat.routing import Gates, Inputs, Routing
 from smat.ops.smat.state import StateTables
 
 READ_ELEMENTS = 1 << 22  # of the index that some reads need at a time
@@ -85,20 +85,35 @@ def _features(
     state: StateTables, name: str, x: Tensor, num_heads: int, mapped: bool = False
 ) -> Tensor:
     """Map q or k to features, with the heads that the state has."""
-    if state.map_before is not None and not mapped:
-        features = state.map_before(x)
-        check.check_features(name, x, features)
-        x = features
-    if x.shape[-1] != state.spec.feature_dim:
-        raise ValueError(f"the state holds {state.spec.feature_dim} features, got {x.shape[-1]}")
+    x = map_before(state, name, x, mapped)
     return repeat_heads(pointwise(state.pointwise, x.to(state.dtype)), num_heads)
 
 
-def step_token(state: StateTables, tokens: Tokens, spread: bool) -> Tensor:
-    """Take in one token, (B, 1, heads, .), and answer its queries: y (B, Hq, p)."""
-    for cohort in state.cohorts:
-        if cohort.position >= cohort.quiet_until:
-            enter(state, cohort)
+def map_before(state: StateTables, name: str, x: Tensor, mapped: bool = False) -> Tensor:
+    """Apply the part of the feature map that is not pointwise to q or k."""
+    if state.map_before is not None and not mapped:
+        features = state.map_before(x)
+        check_features(name, x, features)
+        x = features
+    if x.shape[-1] != state.spec.feature_dim:
+        raise ValueError(f"the state holds {state.spec.feature_dim} features, got {x.shape[-1]}")
+    return x
+
+
+def check_features(name: str, before: Tensor, after: Any) -> None:
+    """Refuse what a caller's feature map made of q or k, unless only the width has changed."""
+    check.check_tensor(f"the feature map of {name}", after, "floating-point")
+    if after.shape[:-1] != before.shape[:-1] or after.shape[-1] == 0:
+        raise ValueError(
+            f"a feature map may change the width only, but it made {tuple(after.shape)} of {name} "
+            f"{tuple(before.shape)}"
+        )
+
+
+def step_token(state: StateTables, inputs: Inputs, spread: bool) -> Tensor:
+    """Take in one token, (B, 1, heads, .), and answer its queries, (B, Hq, V)."""
+    tokens = load_tokens(state, *inputs[:5])
+    meet_events(state)
     recent = state.own("recent")
     if tokens.log_decay is not None:
         gate = tokens.log_decay[:, 0]
@@ -107,11 +122,28 @@ def step_token(state: StateTables, tokens: Tokens, spread: bool) -> Tensor:
     recent.addcmul_(tokens.psi[:, 0].unsqueeze(-1), tokens.v[:, 0].unsqueeze(-2))
     _write_profile(state, tokens)
     y = _read_token(state, tokens)
+    count_token(state, spread)
+    return divide(y, state.spec.normalize)
+
+
+def divide(y: Tensor, normalize: bool) -> Tensor:
+    """Divide by the normaliser in the last column; a query that saw nothing gives 0."""
+    return y[..., :-1] * inverse_or_zero(y[..., -1:]) if normalize else y
+
+
+def meet_events(state: StateTables) -> None:
+    """Let everything happen that happens before the next token."""
+    for cohort in state.cohorts:
+        if cohort.position >= cohort.quiet_until:
+            enter(state, cohort)
+
+
+def count_token(state: StateTables, spread: bool) -> None:
+    """Move on by a token; ``spread`` does its share of the next fold."""
     for cohort in state.cohorts:
         cohort.position += 1
         if spread:
             spread_fold(state, cohort)
-    return y
 
 
 def pass_gates(state: StateTables, cohort: Cohort | None, total: Tensor, lost: Tensor) -> None:
@@ -119,16 +151,27 @@ def pass_gates(state: StateTables, cohort: Cohort | None, total: Tensor, lost: T
 
     lambda is kept where tables decay; the recurrent states have their gates at once.
     """
-    if not state.has_tables or state.spec.decay_scope != "all":
+    allocate_gates(state)
+    if not tables_decay(state):
         return
-    state.allocate("log_decay", "edge_log_decay")
-    if "profile_table" in state.tensors:
-        state.allocate("profile_log_decay")
     rows = slice(None) if cohort is None else cohort.where
     pair = state.own("log_decay")[0, rows]
     summed = pair[..., 0] + total
     rest = pair[..., 1] + (total - (summed - pair[..., 0])) + lost
     state.tensors["log_decay"][0, rows] = torch.stack([summed, rest], -1)
+
+
+def tables_decay(state: StateTables) -> bool:
+    """Whether gates act on tables, so that lambda is kept."""
+    return state.has_tables and state.spec.decay_scope == "all"
+
+
+def allocate_gates(state: StateTables) -> None:
+    """Make room for lambda, if it is kept."""
+    if tables_decay(state):
+        state.allocate("log_decay", "edge_log_decay")
+        if "profile_table" in state.tensors:
+            state.allocate("profile_log_decay")
 
 
 def _write_profile(state: StateTables, tokens: Tokens) -> None:

@@ -1,0 +1,1 @@
+"""Triton kernels of the causal branch (equation 8, adjoint 12)."""

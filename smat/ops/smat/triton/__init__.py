@@ -1,0 +1,1 @@
+"""Triton kernels of SMat-Attention: the long range, the whole op, the decoding step."""
