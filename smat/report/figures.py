@@ -43,7 +43,7 @@ STYLE = {
 }  # fmt: skip
 DARK = "@media (prefers-color-scheme: dark) { svg { color: #e7e9ef; } }"
 LOG_FROM = 12.0  # losses that span a larger ratio are drawn on a logarithmic scale
-SEED_LINE = {"linewidth": 0.6, "alpha": 0.5}
+SEED_LINE: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.5}
 SMALLEST = 1e-4  # of the largest loss: what is smaller lies on the lower edge
 ACCURACY_AXIS = {"ylim": (-4, 104), "yticks": [0, 50, 100], "ylabel": "accuracy, %"}
 

@@ -62,7 +62,8 @@ def call(memory, tokens, info=None, branch="long_range"):
             q, k, v, read_mask, feature_map="identity", normalize=False, branch=branch,
             output_final_state=info.use_cache, **where, **per_token,
         )  # fmt: skip
-        out = with_neighbours(out, neighbours, q, k, v, read_mask, log_decay, **where)
+        scope = {"log_decay": log_decay, "decay_scope": memory.decay_scope}
+        out = with_neighbours(out, neighbours, q, k, v, read_mask, info, **scope)
     return out, info.cache(state=state, routing=routing, mask=mask)
 
 
