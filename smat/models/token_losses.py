@@ -19,8 +19,8 @@ def token_losses(
     >>> token_losses(torch.randn(2, 50, 8), head, torch.randint(1000, (2, 50))).shape
     torch.Size([2, 50])
 
-    Equals ``cross_entropy(head(hidden), targets, reduction="none")`` in fp32. Where that has more
-    than `max_logits` logits they are made a piece at a time, and once more for the gradient.
+    Equals ``cross_entropy(head(hidden), targets, reduction="none")``, in fp32 or wider. Where that
+    has more than `max_logits` logits they are made a piece at a time, and again for the gradient.
     """
     size = max(1, max_logits // head.out_features)
     rows = hidden.flatten(0, -2).split(size)
@@ -36,5 +36,6 @@ def token_losses(
 
 
 def _losses(rows: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = functional.linear(rows, weight, bias).float()
-    return functional.cross_entropy(logits, targets, reduction="none")
+    logits = functional.linear(rows, weight, bias)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(logits.to(wide), targets, reduction="none")
