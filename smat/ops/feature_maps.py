@@ -1,4 +1,4 @@
-"""Non-negative feature maps, heads that share them, the division by their normaliser (Section 2)."""
+"""Non-negative feature maps, shared heads, the division by the normaliser (Section 2)."""
 
 from __future__ import annotations
 
