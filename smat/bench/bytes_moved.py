@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from smat.bench.launches import DTYPES, Call, Case, backward_call, forward_call, launches_of
 from smat.bench.traffic import WORD, Cuts, Traffic, bytes_of
 from smat.extras import require
+from smat.ops.linear.chunks import CHUNK
 from smat.ops.smat.attention import segments_of
 from smat.ops.smat.routing import Options
 
@@ -110,13 +111,13 @@ def _size(leaves: list[Any]) -> int:
 def least_bytes(case: Case, backward: bool) -> int:
     """Inputs and outputs once; chunk states, profile and type table written once and read once.
 
-    Chunks are as long as the kernels' tiles, which fp32 halves. The backward pass has each of these
-    tables twice: what was known, and its gradient.
+    Chunks of 64 tokens, also where the kernels take shorter ones, as they do in fp32. The backward
+    pass has each of these tables twice: what was known, and its gradient.
     """
     element, tokens, width = DTYPES[case.dtype].itemsize, case.heads * case.seq_len, case.width
     inputs = tokens * (3 * width * element + case.gated * (WORD + element))
     answers = tokens * WORD * (width + 1)
-    geometry, states = case.mask.geometry, -(-case.seq_len // chunk_of(case))
+    geometry, states = case.mask.geometry, -(-case.seq_len // CHUNK)
     if case.vc_dim > 1:
         states += geometry.num_profiles + geometry.num_types
     tables = 2 * WORD * case.heads * states * width * (width + 1)

@@ -37,7 +37,7 @@ class Device:
     """What a multiprocessor has, as its maker publishes it, and how Triton names the device.
 
     >>> DEVICES["sm_80"].blocks_at_once(num_warps=4, registers=128, shared=40_000)
-    (4, 'shared memory, registers')
+    (4, 'registers, shared memory')
     """
 
     name: str

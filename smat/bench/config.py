@@ -68,8 +68,8 @@ class KernelsConfig(Config):
     Nothing is run or timed. Compiled: registers of a thread, spilled bytes, shared memory of a
     block, and how many blocks a multiprocessor holds at once by its published limits; of several
     forms of a kernel the worst. Bytes: what kernels load and store in a call, of one head, against
-    the least: inputs and outputs once, chunk states and tables written and read once. Estimates
-    follow from the bytes and a device's published bandwidth and rate, torch's operations included.
+    the least: inputs and outputs once, states of 64-token chunks and tables written and read once.
+    Estimates follow from them and a device's published rates, torch's operations included.
     """
 
     devices: tuple[Literal["sm_80", "sm_90", "gfx942"], ...] = option(
@@ -261,10 +261,7 @@ class ModelSizes(BenchConfig):
         "window_8", "Boundary: kept at half of the context, or a window of a part of it."
     )
 
-    @property
-    def context_length(self) -> int:
-        """The length that fixes the geometry."""
-        raise NotImplementedError
+    context_length: ClassVar[Any]  # the length that fixes the geometry
 
 
 class StepConfig(ModelSizes):

@@ -1,9 +1,10 @@
-"""Non-negative feature maps, and the division by their normaliser (Section 2)."""
+"""Non-negative feature maps, heads that share them, the division by their normaliser (Section 2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -132,3 +133,15 @@ def split_feature_map(feature_map: FeatureMap) -> tuple[str, Callable[[Tensor], 
         names = ", ".join((*POINTWISE, "favor"))
         raise ValueError(f"feature_map must be one of {names} or a callable, got {feature_map!r}")
     return feature_map, None
+
+
+def repeat_heads(x: Any, num_heads: int) -> Any:
+    """Repeat each head of (B, T, heads, ...) as often as it takes to have so many; None stays.
+
+    Half precision is widened, so that the gradients of the copies are added up in fp32.
+    """
+    if x is None or x.shape[2] == num_heads:
+        return x
+    if x.dtype in (torch.float16, torch.bfloat16):
+        x = x.float()
+    return x.repeat_interleave(num_heads // x.shape[2], 2)

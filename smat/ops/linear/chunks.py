@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -147,18 +147,6 @@ def join_queries(x: Tensor, group: int) -> Tensor:
     if group == 1:
         return x.flatten(2, 3)
     return x.squeeze(1).unflatten(2, (group, -1)).transpose(1, 2).flatten(2, 3)
-
-
-def repeat_heads(x: Any, num_heads: int) -> Any:
-    """Repeat each head of (B, T, heads, ...) as often as it takes to have so many; None stays.
-
-    Half precision is widened, so that the gradients of the copies are added up in fp32.
-    """
-    if x is None or x.shape[2] == num_heads:
-        return x
-    if x.dtype in (torch.float16, torch.bfloat16):
-        x = x.float()
-    return x.repeat_interleave(num_heads // x.shape[2], 2)
 
 
 def sum_heads(x: Tensor) -> Tensor:

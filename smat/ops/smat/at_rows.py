@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from smat.masks import SMatMask
-from smat.ops.linear.chunks import repeat_heads
+from smat.ops.feature_maps import repeat_heads
 from smat.ops.linear.decay import LogDecay
 from smat.ops.smat.arguments import check_values
 from smat.ops.smat.routing import Gates, Options, Routing

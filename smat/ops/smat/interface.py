@@ -7,8 +7,7 @@ from torch import Tensor
 
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend
-from smat.ops.feature_maps import FeatureMap, split_feature_map
-from smat.ops.linear.chunks import repeat_heads
+from smat.ops.feature_maps import FeatureMap, repeat_heads, split_feature_map
 from smat.ops.smat import arguments as check
 from smat.ops.smat.at_rows import attend_few, is_few
 from smat.ops.smat.decode import SMatState

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.ops.feature_maps import inverse_or_zero, pointwise
-from smat.ops.linear.chunks import repeat_heads
+from smat.ops.feature_maps import inverse_or_zero, pointwise, repeat_heads
 from smat.ops.linear.decay import FORGETS, decay_factor
 from smat.ops.smat import arguments as check
 from smat.ops.smat.cohorts import Cohort

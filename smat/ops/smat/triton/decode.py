@@ -13,7 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
-from smat.ops.linear.chunks import repeat_heads
+from smat.ops.feature_maps import repeat_heads
 from smat.ops.smat import arguments as check
 from smat.ops.smat.routing import NO_GATES, POSITIONAL, Gates, Inputs, Routing
 from smat.ops.smat.state import StateTables, isolated

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.masks import Segment, SMatMask
-from smat.ops.linear.chunks import repeat_heads
+from smat.ops.feature_maps import repeat_heads
 from smat.ops.linear.decay import decay_factor
 from smat.ops.smat.routing import Inputs, Options
 from smat.ops.smat.triton.groups import Visits
