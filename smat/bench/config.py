@@ -261,10 +261,7 @@ class ModelSizes(BenchConfig):
         "window_8", "Boundary: kept at half of the context, or a window of a part of it."
     )
 
-    @property
-    def context_length(self) -> int:
-        """The length that fixes the geometry."""
-        raise NotImplementedError
+    context_length: ClassVar[Any]  # the length that fixes the geometry
 
 
 class StepConfig(ModelSizes):

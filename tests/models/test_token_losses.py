@@ -33,6 +33,21 @@ def test_pieces_are_the_whole(max_logits, bias):
     torch.testing.assert_close(gradients, expected)
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-12), (torch.bfloat16, 1e-2)])
+def test_losses_and_gradients_are_as_wide_as_they_can_be(dtype, close):
+    torch.manual_seed(0)
+    head, exact = nn.Linear(16, 37, bias=False, dtype=dtype), nn.Linear(16, 37, bias=False)
+    exact.double().load_state_dict(head.state_dict())
+    hidden, targets = torch.randn(3000, 16, dtype=dtype), torch.randint(37, (3000,))
+    losses = token_losses(hidden, head, targets, 37 * 3)  # 1000 pieces
+    assert losses.dtype == torch.promote_types(dtype, torch.float32)
+    expected = functional.cross_entropy(exact(hidden.double()), targets, reduction="sum")
+    (found,) = torch.autograd.grad(losses.sum(), head.weight)
+    (right,) = torch.autograd.grad(expected, exact.weight)
+    assert abs(losses.double().sum() / expected - 1) < close
+    assert (found - right).norm() / right.norm() < close
+
+
 def test_no_more_logits_are_held_than_allowed():
     shapes = []
 
