@@ -158,6 +158,12 @@ def test_gates_of_every_strength(strength, decay_scope, normalize):
     assert_same(gated(75, gates), FIXED, feature_map="elu" if normalize else "identity", **options)
 
 
+def test_no_feature_map_under_a_normaliser():
+    inputs = gated(75, mild_gates)
+    inputs |= {name: inputs[name].abs() + 0.1 for name in ("q", "k")}  # else it may vanish
+    assert_same(inputs, FIXED, feature_map="identity")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("reads", [None, 1, 4])
