@@ -69,7 +69,8 @@ class Causal:
             batch, heads, num_slots, left.shape[-1], value_dim, dtype=torch.float32
         )
         sums = states.new_empty(states.shape[:4]) if self.normalize else None
-        sizes, k_blocks, v_blocks = self._blocks(64, 64)
+        # Products of fp32 are made in three parts, which take registers.
+        sizes, k_blocks, v_blocks = self._blocks(64, 32 if self.v.dtype == torch.float32 else 64)
         if not reverse:
             sizes["GROUP"] = 1
         launch(
@@ -147,7 +148,7 @@ def divide_backward(grad_out: Tensor, out: Tensor, normalizer: Tensor) -> tuple[
     """Find 1 / s, or 0, and grad_out . o, each (B, T, H)."""
     batch, length, heads, value_dim = out.shape
     inverse, delta = (out.new_empty(batch, length, heads) for _ in range(2))
-    rows = 64
+    rows = 32
     launch(
         prepare_division, batch * triton.cdiv(length, rows) * heads,
         *strided(grad_out, out, normalizer), inverse, delta, length, heads,

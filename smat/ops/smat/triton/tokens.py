@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import triton
-from torch import Tensor
+from torch import Tensor, float32
 
 from smat.ops.smat.triton.groups import Visits
 from smat.ops.triton.launch import dot_precision
 
-TILE = 32  # visits that are worked off at a time; an entry has about n^(1/d)
+# Visits at a time, of about n^(1/d); with the other's number either dtype spills somewhere.
+HALF_TILE, TILE = 16, 32
 
 
 class Side(NamedTuple):
@@ -50,7 +51,8 @@ class Side(NamedTuple):
             "K": self.num_keys, "V": self.num_values, "SUMS": self.has_sums,
             "MAP": self.feature_map, "HEADS": visits.heads, "READS": visits.reads,
             "SHARE": self.num_rows * visits.heads // self.left.shape[2],
-            "PRECISION": dot_precision(self.left), "TILE": TILE,
+            "PRECISION": dot_precision(self.left),
+            "TILE": TILE if self.left.dtype == float32 else HALF_TILE,
         }  # fmt: skip
 
 
