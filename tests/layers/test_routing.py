@@ -259,3 +259,20 @@ def test_parameters_are_drawn_after_the_meta_device():
 def test_an_unknown_selector_is_refused():
     with pytest.raises(ValueError, match=r"top_types, factored.*got 'best'"):
         LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector="best")
+
+
+def test_a_direction_comes_from_what_the_point_comes_from():
+    torch.manual_seed(0)
+    learned = LearnedRouting(8, num_heads=2, geometry=Geometry(3, 5), selector="own_hyperplane")
+    hidden = torch.randn(2, 40, 8)
+    routing, _ = learned(hidden)
+    (selector,) = learned.selectors.values()
+    expected = selector(learned.conv(hidden), routing.profile)
+    assert torch.equal(routing.query_type, expected.query_type)
+    assert not torch.equal(routing.query_type, selector(hidden, routing.profile).query_type)
+
+
+def test_the_convolution_before_a_scorer_starts_as_a_sum():
+    options = {"router_init": "previous_token", "selector_conv": 2}
+    learned = LearnedRouting(8, num_heads=2, geometry=Geometry(3, 5), **options)
+    assert torch.equal(learned.selector_conv.weight, torch.ones(8, 2))
