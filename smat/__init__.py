@@ -1,6 +1,7 @@
 """SMat-Attention: causal linear attention with a mask of chosen VC dimension."""
 
 from smat import schedules
+from smat.distributed import context_parallel
 from smat.geometry import Geometry
 from smat.layers import GatedDeltaNet, Mamba2, SMatAttention
 from smat.masks import SMatMask, SMatWarning, vc_dimension
@@ -14,6 +15,7 @@ __all__ = [
     "SMatMask",
     "SMatState",
     "SMatWarning",
+    "context_parallel",
     "reference_attention",
     "schedules",
     "smat_attention",

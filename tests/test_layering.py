@@ -18,6 +18,7 @@ ROOMS = [
     "masks",
     "schedules",
     "minimal",
+    "distributed",
     "ops",
     "layers",
     "models",

@@ -67,6 +67,11 @@ class BoundarySchedule(ABC):
         """The position from which recent queries are counted: the boundary if it never moves."""
         return 0
 
+    @property
+    def offset(self) -> int:
+        """The number of tokens before the first one, from where profiles are counted."""
+        return 0
+
     def boundary_at(self, position: int) -> int:
         """Return the number of distant keys of the query at a 0-based position."""
         return self.segment_boundary(self.segment_index(position))
@@ -79,10 +84,11 @@ class BoundarySchedule(ABC):
         """Return the schedule for a horizon; itself unless it is a function of the horizon."""
         return self
 
-    def segments(self, seq_len: int) -> tuple[Segment, ...]:
-        """Cut `[0, seq_len)` where the boundary changes."""
-        indices = range(self.segment_index(check_integer("seq_len", seq_len, least=1) - 1) + 1)
-        starts = [self.segment_start(index) for index in indices]
+    def segments(self, seq_len: int, start: int = 0) -> tuple[Segment, ...]:
+        """Cut `[start, seq_len)` where the boundary changes."""
+        last = self.segment_index(check_integer("seq_len", seq_len, least=start + 1) - 1)
+        indices = range(self.segment_index(start), last + 1)
+        starts = [start, *(self.segment_start(index) for index in indices[1:])]
         boundaries = [self.segment_boundary(index) for index in indices]
         return tuple(map(Segment, starts, [*starts[1:], seq_len], boundaries))
 
@@ -208,6 +214,61 @@ class WindowBoundary(BoundarySchedule):
         return f"window(step={self.step})"
 
 
+@dataclass(frozen=True)
+class ShiftedBoundary(BoundarySchedule):
+    """What the tokens from `begin` on see of each other: n(t + begin) - begin, at least 0.
+
+    >>> ShiftedBoundary(window(step=4), begin=6).segments(8)
+    (Segment(start=0, stop=6, boundary=0), Segment(start=6, stop=8, boundary=2))
+
+    Of a sequence whose earlier tokens are held elsewhere, on other ranks.
+    """
+
+    base: BoundarySchedule
+    begin: int
+    kind: ClassVar[str] = "shifted"
+
+    @property
+    def moves(self) -> bool:  # type: ignore[override]
+        return self.base.moves
+
+    @property
+    def offset(self) -> int:
+        return self.begin
+
+    @property
+    def _first(self) -> int:
+        """The last segment of the base whose boundary is not behind the beginning."""
+        return self.base.edge_index(self.begin)
+
+    @property
+    def num_segments(self) -> int | None:
+        every = self.base.num_segments
+        return None if every is None else every - self._first
+
+    @property
+    def anchor(self) -> int:
+        return self.base.anchor - self.begin
+
+    def segment_index(self, position: int) -> int:
+        return max(0, self.base.segment_index(position + self.begin) - self._first)
+
+    def segment_start(self, index: int) -> int:
+        return self.base.segment_start(self._first + index) - self.begin if index else 0
+
+    def segment_boundary(self, index: int) -> int:
+        return self.base.segment_boundary(self._first + index) - self.begin if index else 0
+
+    def edge_index(self, position: int) -> int:
+        return self.base.edge_index(position + self.begin) - self._first
+
+    def describe(self) -> str:
+        return f"{self.base.describe()} from {self.begin}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"kind": self.kind, "base": self.base.to_dict(), "begin": self.begin}
+
+
 def none() -> KeptBoundary:
     """No key is ever distant: the plain causal mask, whatever d is."""
     return KeptBoundary(0)
@@ -223,12 +284,14 @@ def schedule_from_dict(data: Mapping[str, Any]) -> BoundarySchedule:
     >>> schedule_from_dict({"kind": "window", "step": 256})
     WindowBoundary(step=256)
     """
-    classes: tuple[type[BoundarySchedule], ...] = (kept, rebuilt, doubling, window)
-    kinds = {schedule.kind: schedule for schedule in classes}
+    classes = (kept, rebuilt, doubling, window, ShiftedBoundary)
+    kinds: dict[str, type[BoundarySchedule]] = {each.kind: each for each in classes}
     fields = dict(data)
     kind = fields.pop("kind", None)
     if kind not in kinds:
         raise ValueError(f"unknown boundary schedule {kind!r}; known are {sorted(kinds)}")
+    if "base" in fields:
+        fields["base"] = schedule_from_dict(fields["base"])
     try:
         return kinds[kind](**fields)
     except TypeError:

@@ -159,10 +159,11 @@ class SMatMask:
         return _segments(self.schedule, length)
 
     def boundaries(
-        self, length: int | None = None, device: torch.device | str | None = None
+        self, length: int | None = None, device: torch.device | str | None = None, start: int = 0
     ) -> Tensor:
-        """Return n(t) of the first `length` queries, `(length,)`."""
-        segments = torch.tensor(self.segments(length), device=device)
+        """Return n(t) of the first `length` queries, without those before `start`."""
+        found = self.schedule.segments(self.check_length(length), start)
+        segments = torch.tensor(found, device=device)
         return segments[:, 2].repeat_interleave(segments[:, 1] - segments[:, 0])
 
     def check_length(self, length: int | None = None) -> int:
@@ -192,7 +193,7 @@ class SMatMask:
 
     def profile(self, positions: Tensor) -> Tensor:
         """Return the positional profile of the keys at 0-based positions: prof(j) = j mod P."""
-        return positions.long() % self.geometry.num_profiles
+        return (positions.long() + self.schedule.offset) % self.geometry.num_profiles
 
     def query_type(self, positions: Tensor) -> Tensor:
         """Return the positional type of the queries at 0-based positions: type(i) = i mod B.

@@ -67,7 +67,7 @@ def attend_few(
             weights = weights * torch.where(distant & keeps, 1, left)
         if key_gate is not None:
             weights = weights * _per_key(key_gate, wide)
-        phi, psi = (_map(options.feature_map, x.to(wide)) for x in (q, k))
+        phi, psi = (map_features(options.feature_map, x.to(wide)) for x in (q, k))
         scores = _products(phi, psi) * weights
         if options.normalize:
             total = scores.sum(-1, keepdim=True)
@@ -75,7 +75,7 @@ def attend_few(
         return _sums(scores, v.to(wide))
 
 
-def _map(name: str, x: Tensor) -> Tensor:
+def map_features(name: str, x: Tensor) -> Tensor:
     """Apply a pointwise map in a form that autograd differentiates as the op does, at 0 too."""
     if name == "elu":
         return torch.where(x > 0, x + 1, x.clamp(max=0).exp())

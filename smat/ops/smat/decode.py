@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from functools import cache
 from os import PathLike
 from typing import Any
@@ -114,6 +115,7 @@ class SMatState(StateTables):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         mapped: bool = False,
+        before: Callable[[StateTables], None] | None = None,
     ) -> Self:
         """Return the state after a prompt of keys and values, (B, T, H, .).
 
@@ -125,6 +127,7 @@ class SMatState(StateTables):
         ``lengths`` says how many tokens of each row are real, if not all; with ``cu_seqlens`` every
         packed sequence becomes a batch row. ``mapped`` says that k already went through a feature
         map that is not pointwise. Of the routing, what is said of reads only makes room for them.
+        ``before`` brings in what came before the prompt.
         """
         tokens_of_row = [k.shape[1]] * len(k) if lengths is None else lengths.tolist()
         if cu_seqlens is not None:
@@ -146,6 +149,8 @@ class SMatState(StateTables):
             decay_scope=decay_scope, device=k.device,
             dtype=torch.promote_types(v.dtype, torch.float32),
         )  # fmt: skip
+        if before is not None:
+            before(state)
         writes = routing._replace(query_type=None, read_weight=None)
         extend_tokens(state, load_tokens(state, None, k, v, gates, writes, mapped), tokens_of_row)
         return state

@@ -103,6 +103,16 @@ def enter(state: StateTables, cohort: Cohort) -> None:
         if "edge_log_decay" in state.tensors:
             now = cohort.pick(state.tensors["log_decay"][0])
             state.own("edge_log_decay")[slot, cohort.where] = now
+    settle(state, cohort)
+
+
+def settle(state: StateTables, cohort: Cohort) -> None:
+    """Find out where a cohort stands among segments and edges, and until when nothing changes."""
+    schedule = state.schedule
+    segment, newest = (
+        schedule.segment_index(cohort.position),
+        schedule.edge_index(cohort.position),
+    )
     cohort.segment, cohort.newest = segment, newest
     cohort.is_folded = state.has_tables and _has_segment(state, newest + 1)
     later = [FOR_EVER]

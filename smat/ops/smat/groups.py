@@ -12,7 +12,7 @@ needs, and each is the other's adjoint; with tables (N, groups, a, b) of one sta
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -194,6 +194,48 @@ class SortedGroups:
 
 
 Groups = PeriodicGroups | SortedGroups
+
+
+class _Pool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor, groups: Groups) -> Tensor:
+        ctx.groups = groups
+        ctx.save_for_backward(left, right)
+        return groups.pool(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        left, right = ctx.saved_tensors
+        return ctx.groups.read(right, grad.mT), ctx.groups.read(left, grad), None
+
+
+def pool_groups(left: Tensor, right: Tensor, groups: Groups) -> Tensor:
+    """Pool, for autograd; groups have no weights."""
+    return _Pool.apply(left, right, groups)  # type: ignore[no-untyped-call]
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, left: Tensor, table: Tensor, weight: Tensor | None, groups: Groups
+    ) -> Tensor:
+        ctx.groups, ctx.is_weighted = groups, weight is not None
+        ctx.save_for_backward(left, table)
+        return groups.read(left, table)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        (left, table), groups, grad_weight = ctx.saved_tensors, ctx.groups, None
+        if ctx.is_weighted:
+            grad_left, grad_weight = groups.read_backward(left, grad, table)
+        else:
+            grad_left = groups.read(grad, table.mT)
+        return grad_left, groups.pool(left, grad), grad_weight, None
+
+
+def read_groups(left: Tensor, table: Tensor, groups: Groups, weight: Tensor | None) -> Tensor:
+    """Read, for autograd; the weights (N, T, k) are those of the groups."""
+    return _Read.apply(left, table, weight, groups)  # type: ignore[no-untyped-call]
 
 
 class VisitOrder(NamedTuple):

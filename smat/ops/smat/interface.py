@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from smat.distributed import share_of
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, repeat_heads, split_feature_map
 from smat.ops.smat import arguments as check
 from smat.ops.smat.at_rows import attend_few, is_few
 from smat.ops.smat.decode import SMatState
-from smat.ops.smat.operator import Attend, attend
+from smat.ops.smat.operator import run_operator
+from smat.ops.smat.over_ranks import attend_over_ranks, check_share
 from smat.ops.smat.padding import Padding
 from smat.ops.smat.routing import Gates, Options, Routing, sort_per_token
 from smat.ops.smat.step import check_features
@@ -38,6 +42,7 @@ def smat_attention(
     branch: str = "both",
     decay_scope: str = "all",
     backend: str = "auto",
+    group: Any = None,
 ) -> tuple[Tensor, SMatState | None]:
     """Attend under an SMat mask, in work linear in T for every VC dimension.
 
@@ -79,6 +84,7 @@ def smat_attention(
             of the two if ``normalize`` is False.
         decay_scope: "all" (every key decays) or "recurrent" (distant keys do not).
         backend: "auto", "torch", or "triton" on a GPU.
+        group: The ranks that hold the sequence together: see `smat.context_parallel`.
 
     Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of
     them that is given so, one for each head of the output. Numbers that are not finite give numbers
@@ -87,6 +93,7 @@ def smat_attention(
     gates = Gates(log_decay, key_gate)
     routing = Routing(profile, query_type, write_weight, read_weight)
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend)
+    share = share_of(group, k)
     if positions is not None:
         check.check_positions(positions, k)
         positions = positions.long()
@@ -94,8 +101,10 @@ def smat_attention(
         check.check_packing(cu_seqlens, q)
         if attention_mask is not None:
             raise ValueError("attention_mask and cu_seqlens exclude each other: pack or pad")
-    else:
+    elif share is None:
         check.check_length(k, mask)
+    else:
+        mask.check_length(share.total)
     padding = None
     if attention_mask is not None:
         check.check_padding(attention_mask, q.shape[:2], q.device)
@@ -105,11 +114,17 @@ def smat_attention(
     dtype = v.dtype
     q, k, v, gates, routing = one_per_head(q, k, v, gates, routing)
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
-    if positions is not None and padding is None:
+    before = None
+    if share is not None:
+        check_share(share, padding, cu_seqlens, output_final_state)
+        given = (q, k, v, gates, routing, cu_seqlens, options, share, output_final_state)
+        out, carried = attend_over_ranks(*given)
+        out, before = out if positions is None else out[:, positions], carried.restore
+    elif positions is not None and padding is None:
         reads = _reads_at(routing, positions)
-        out = _attend(_rows(q, positions), k, v, gates, reads, positions, cu_seqlens, options)
+        out = run_operator(_rows(q, positions), k, v, gates, reads, positions, cu_seqlens, options)
     else:
-        out = _attend(q, k, v, gates, routing, None, cu_seqlens, options)
+        out = run_operator(q, k, v, gates, routing, None, cu_seqlens, options)
     if padding is not None:
         out = padding.restore(out)
         out = out if positions is None else out[:, positions]
@@ -119,7 +134,7 @@ def smat_attention(
     state = SMatState.after(
         k, v, mask, gates, routing, feature_map=feature_map, normalize=normalize, branch=branch,
         decay_scope=decay_scope, num_query_heads=out.shape[2], mapped=pointwise != feature_map,
-        lengths=None if padding is None else padding.lengths, cu_seqlens=cu_seqlens,
+        lengths=None if padding is None else padding.lengths, cu_seqlens=cu_seqlens, before=before,
     )  # fmt: skip
     return out, state
 
@@ -167,7 +182,7 @@ def smat_attention_at(
     # A compiler would trace through the written-out rows; to it the operator is one node.
     if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
         return attend_few(q, k, v, gates, routing, positions, options).to(dtype)
-    return _attend(q, k, v, gates, routing, positions, cu_seqlens, options).to(dtype)
+    return run_operator(q, k, v, gates, routing, positions, cu_seqlens, options).to(dtype)
 
 
 def _check(
@@ -236,30 +251,3 @@ def _reads_at(routing: Routing, positions: Tensor) -> Routing:
         query_type=None if types is None else types[:, positions],
         read_weight=None if weight is None else _rows(weight, positions),
     )
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gates: Gates,
-    routing: Routing,
-    positions: Tensor | None,
-    cu_seqlens: Tensor | None,
-    options: Options,
-) -> Tensor:
-    """Call the operator, in which types have a weight each or none."""
-    types, weight = routing.query_type, routing.read_weight
-    if types is not None and types.ndim == 3 and weight is not None:
-        types, weight = types.unsqueeze(-1), weight.unsqueeze(-1)
-    tensors = (
-        q, k, v, *gates, routing.write_weight, weight, routing.profile, types, positions,
-        cu_seqlens,
-    )  # fmt: skip
-    recipe = (options.mask.recipe, *options[1:])
-    needs_grad = any(x is not None and x.requires_grad for x in tensors)
-    if torch.compiler.is_compiling() and not needs_grad:  # a compiler wants it so
-        out, _ = attend(tensors, *recipe)
-    else:
-        out, _ = Attend.apply(*tensors, *recipe)  # type: ignore[no-untyped-call]
-    return out

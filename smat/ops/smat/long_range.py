@@ -79,7 +79,7 @@ class Folds:
     def _by_profile(self, start: int, stop: int) -> Groups:
         num_profiles = self.geometry.num_profiles
         if self.profiles is None or self.routing.profile is None:
-            return PeriodicGroups(num_profiles, start)
+            return PeriodicGroups(num_profiles, start + self.mask.schedule.offset)
         profile = self.profiles.rename(self.routing.profile[:, start:stop])
         return SortedGroups(profile, num_profiles)
 

@@ -248,3 +248,30 @@ class Attend(torch.autograd.Function):
             grads = iter(Gradient.apply(*answers, *tensors, *ctx.options))  # type: ignore[no-untyped-call]
         named = [None if x is None else next(grads) for x in tensors[:NUM_DIFFERENTIABLE]]
         return (*named, *[None] * (len(tensors) + len(ctx.options) - NUM_DIFFERENTIABLE))
+
+
+def run_operator(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Gates,
+    routing: Routing,
+    positions: Tensor | None,
+    cu_seqlens: Tensor | None,
+    options: Options,
+) -> Tensor:
+    """Call the operator with its gradient; in it types have a weight each or none."""
+    types, weight = routing.query_type, routing.read_weight
+    if types is not None and types.ndim == 3 and weight is not None:
+        types, weight = types.unsqueeze(-1), weight.unsqueeze(-1)
+    tensors = (
+        q, k, v, *gates, routing.write_weight, weight, routing.profile, types, positions,
+        cu_seqlens,
+    )  # fmt: skip
+    recipe = (options.mask.recipe, *options[1:])
+    needs_grad = any(x is not None and x.requires_grad for x in tensors)
+    if torch.compiler.is_compiling() and not needs_grad:  # a compiler wants it so
+        out, _ = attend(tensors, *recipe)
+    else:
+        out, _ = Attend.apply(*tensors, *recipe)  # type: ignore[no-untyped-call]
+    return out

@@ -74,7 +74,8 @@ class Folds:
         num_profiles, num_types = self.geometry.num_profiles, self.geometry.num_types
         heads, asked = self.num_heads // self.num_rows, slice(segment.start, segment.stop)
         if profile is None:
-            by_profile = Visits.positional(num_profiles, start, n, 0, 1, self.most[0])
+            shift = self.mask.schedule.offset
+            by_profile = Visits.positional(num_profiles, start, n, shift, 1, self.most[0])
         else:
             by_profile = Visits.routed(self._by_row(profile[:, start:n]), num_profiles, start)
         if types is None:

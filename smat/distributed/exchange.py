@@ -1,0 +1,202 @@
+"""What ranks hand to each other, and the adjoint of it: halos, carries, totals.
+
+Every function here is called by all ranks of a share, in the same order, and so is its adjoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from smat.distributed.shares import Share
+
+FORWARD, BACKWARD = 1, -1  # to the next rank, to the one before
+
+
+def _pass_on(share: Share, kind: str, outgoing: Tensor | None, incoming: Tensor, way: int) -> None:
+    """Send a flat tensor one rank on, and receive that of the rank before; none at the ends."""
+    source, target = share.rank - way, share.rank + way
+    works = []
+    if outgoing is not None and 0 <= target < share.size and outgoing.numel():
+        works.append(dist.isend(outgoing, _global(share, target), group=share.group))
+        share.sent[kind] += outgoing.numel() * outgoing.element_size()
+    if 0 <= source < share.size and incoming.numel():
+        works.append(dist.irecv(incoming, _global(share, source), group=share.group))
+    for work in works:
+        work.wait()
+
+
+def _global(share: Share, rank: int) -> int:
+    return rank if share.group is None else dist.get_global_rank(share.group, rank)
+
+
+class _Shift(torch.autograd.Function):
+    """Hand a tensor to the next rank; the first rank receives zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
+        ctx.share, received = share, torch.zeros_like(x, memory_format=torch.contiguous_format)
+        _pass_on(share, "halo", x.contiguous(), received, FORWARD)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        received = torch.zeros_like(grad, memory_format=torch.contiguous_format)
+        _pass_on(ctx.share, "halo", grad.contiguous(), received, BACKWARD)
+        return received, None
+
+
+def inputs_before(x: Tensor, count: int, share: Share) -> Tensor:
+    """Return the `count` tokens before a rank's own (B, T, ...), zeros before the first of all."""
+    shortest = min(b - a for a, b in zip(share.edges, share.edges[1:], strict=False))
+    if shortest < count:
+        raise ValueError(
+            f"a rank holds {shortest} tokens, but its neighbour looks back {count}: "
+            f"shares are {[b - a for a, b in zip(share.edges, share.edges[1:], strict=False)]}"
+        )
+    return _Shift.apply(x[:, x.shape[1] - count :], share)
+
+
+class _Total(torch.autograd.Function):
+    """Add up over ranks; the gradients of all ranks' sums are added up too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
+        ctx.share, total = share, x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=share.group)
+        share.sent["total"] += total.numel() * total.element_size()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Total.forward(ctx, grad, ctx.share), None
+
+
+def total(x: Tensor, share: Share | None) -> Tensor:
+    """Sum a tensor over the ranks of a share."""
+    return x if share is None else _Total.apply(x, share)
+
+
+class _Gather(torch.autograd.Function):
+    """Lay the tokens (B, T, ...) of all ranks side by side."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
+        ctx.share = share
+        whole = x.new_zeros(len(x), share.total, *x.shape[2:])
+        share.cut(whole).copy_(x)
+        dist.all_reduce(whole, group=share.group)  # shares may differ, which gathering refuses
+        share.sent["gather"] += whole.numel() * whole.element_size()
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.share.group)
+        ctx.share.sent["gather"] += grad.numel() * grad.element_size()
+        return ctx.share.cut(grad), None
+
+
+def gather(x: Tensor, share: Share) -> Tensor:
+    """Return the tokens (B, T, ...) of all ranks."""
+    return _Gather.apply(x, share)
+
+
+class Carry(NamedTuple):
+    """How one kind of state goes over a rank: carry' = merge (transition carry) + written.
+
+    States are (groups, ..., a, b). A transition is what a rank's tokens leave of every earlier
+    state: numbers (..., 1, 1), or matrices (..., a, a). `merge` (groups behind the rank, groups
+    before it) says which groups become one; without it none of them goes on.
+    """
+
+    written: Tensor  # by this rank, as the next rank groups it
+    transition: Tensor | None  # None is 1
+    merge: Tensor | None
+    before: tuple[int, ...]  # the shape of the states that come in
+
+    def go_on(self, state: Tensor) -> Tensor:
+        """Take incoming states over this rank."""
+        if self.merge is None:
+            return self.written
+        if self.transition is not None:
+            state = _apply(self.transition, state)
+        return self.written + torch.tensordot(self.merge.to(state.dtype), state, dims=1)
+
+
+def _apply(transition: Tensor, state: Tensor) -> Tensor:
+    return transition * state if transition.shape[-1] == 1 else transition @ state
+
+
+class _Scan(torch.autograd.Function):
+    """Pass states from rank to rank; the adjoints of what was received go back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Share, kinds: Any, anchor: Tensor, *tensors: Any) -> Any:
+        written, transitions = tensors[: len(kinds)], tensors[len(kinds) :]
+        kinds = [
+            kind._replace(written=x, transition=t)
+            for kind, x, t in zip(kinds, written, transitions, strict=True)
+        ]
+        shapes = [kind.before for kind in kinds]
+        before = _receive(share, shapes, written[0], FORWARD)
+        behind = [kind.go_on(state) for kind, state in zip(kinds, before, strict=True)]
+        _send(share, behind, FORWARD)
+        ctx.share, ctx.merges = share, [kind.merge for kind in kinds]
+        ctx.shapes = [x.shape for x in written]
+        ctx.save_for_backward(*before, *transitions)
+        return (*before, written[0].new_zeros(()))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        states, transitions = saved[: len(ctx.merges)], saved[len(ctx.merges) :]
+        pulled = _receive(ctx.share, ctx.shapes, grads[0], BACKWARD)
+        sent, grad_transitions = [], []
+        for merge, state, step, own, grad in zip(
+            ctx.merges, states, transitions, grads, pulled, strict=False
+        ):
+            if merge is None:
+                sent.append(own)
+                grad_transitions.append(None if step is None else torch.zeros_like(step))
+                continue
+            grad = torch.tensordot(merge.to(grad.dtype).mT, grad, dims=1)
+            by_step = None
+            if step is not None:
+                moved = grad * state if step.shape[-1] == 1 else grad @ state.mT
+                by_step = moved.sum_to_size(step.shape)
+                grad = _apply(step.mT, grad)
+            sent.append(own + grad)
+            grad_transitions.append(by_step)
+        _send(ctx.share, sent, BACKWARD)
+        return None, None, None, *pulled, *grad_transitions
+
+
+def _send(share: Share, states: Sequence[Tensor], way: int) -> None:
+    nothing = states[0].new_empty(0)
+    _pass_on(share, "carry", torch.cat([x.reshape(-1) for x in states]), nothing, way)
+
+
+def _receive(share: Share, shapes: Sequence[Sequence[int]], like: Tensor, way: int) -> list[Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = like.new_zeros(sum(sizes))
+    _pass_on(share, "carry", None, flat, way)
+    return [x.view(*shape) for x, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def scan(kinds: Sequence[Carry], share: Share, anchor: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the states that come in from the ranks before, of every kind, and a 0.
+
+    Each rank waits for the one before it, adds what it wrote itself and sends the sum on: a state
+    crosses every edge once, in each direction. The 0 belongs into the output of every rank, also of
+    one that reads no state, and `anchor` is anything that has a gradient on every rank, also on one
+    that writes none: so all take part in the backward pass.
+    """
+    written = [kind.written for kind in kinds]
+    steps = (kind.transition for kind in kinds)
+    found = _Scan.apply(share, list(kinds), anchor, *written, *steps)
+    return list(found[:-1]), found[-1]
