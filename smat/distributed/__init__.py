@@ -1,5 +1,12 @@
 """A sequence over several ranks: who holds which tokens, and what they hand to each other."""
 
-from smat.distributed.shares import Piece, Share, active_share, context_parallel, share_of
+from smat.distributed.shares import (
+    Piece,
+    Share,
+    active_share,
+    context_parallel,
+    in_context,
+    share_of,
+)
 
-__all__ = ["Piece", "Share", "active_share", "context_parallel", "share_of"]
+__all__ = ["Piece", "Share", "active_share", "context_parallel", "in_context", "share_of"]

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from smat.distributed.shares import Share
+from smat.distributed.shares import Piece, Share
 
 FORWARD, BACKWARD = 1, -1  # to the next rank, to the one before
 
@@ -186,6 +186,30 @@ def _receive(share: Share, shapes: Sequence[Sequence[int]], like: Tensor, way: i
     flat = like.new_zeros(sum(sizes))
     _pass_on(share, "carry", None, flat, way)
     return [x.view(*shape) for x, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def scan_rows(
+    kinds: Sequence[tuple[Tensor, Tensor]], share: Share, pieces: Sequence[Piece] | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """Scan states (B, ...) that rows write, with their transitions; see `scan`.
+
+    Rows are those of a batch that all ranks hold, or the `pieces` that this rank holds of packed
+    sequences: then the last one's state goes on, and the first one's comes in.
+    """
+    goes_on = pieces is None or (len(pieces) == 1 and pieces[0].offset > 0)
+    comes_in = pieces is None or pieces[0].offset > 0
+    rows = slice(None) if pieces is None else slice(-1, None)
+    merge = torch.ones(1, 1, device=kinds[0][0].device) if goes_on else None
+    carries = [
+        Carry(written[rows].unsqueeze(0), step[rows], merge, (1, *written[rows].shape))
+        for written, step in kinds
+    ]
+    found, link = scan(carries, share, kinds[0][0])
+    states = [
+        torch.cat([state[0] * comes_in, torch.zeros_like(written[1:])]) if pieces else state[0]
+        for state, (written, _) in zip(found, kinds, strict=True)
+    ]
+    return states, link
 
 
 def scan(kinds: Sequence[Carry], share: Share, anchor: Tensor) -> tuple[list[Tensor], Tensor]:

@@ -159,6 +159,11 @@ def context_parallel(group: Any = None, shares: Sequence[int] | None = None) -> 
         _active.pop()
 
 
+def in_context() -> bool:
+    """Whether a `context_parallel` block is open."""
+    return bool(_active)
+
+
 def active_share(x: Tensor) -> Share | None:
     """Return this rank's share of a call with tokens (B, T, ...), None outside of a context."""
     return _active[-1].share(x.shape[1], x.device) if _active else None

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from smat.distributed import Piece, Share
+from smat.distributed.exchange import inputs_before
 from smat.masks import SMatMask
 from smat.ops import SMatState, smat_attention, smat_attention_at
 from smat.ops.feature_maps import FeatureMap
@@ -101,11 +103,26 @@ class CallInfo:
     inplace: bool = False
     queries: Tensor | None = None  # (R,) where outputs are wanted, or None for all
     extras: Mapping[str, Any] = field(default_factory=dict)
+    share: Share | None = None  # of a sequence that ranks hold together
+    rows: tuple[Piece, ...] | None = None  # what this rank holds of packed ones, if a row each
 
     @property
     def is_whole(self) -> bool:
         """Whether the call is of whole sequences of one length, after which nothing comes."""
-        return self.real is None and self.cu_seqlens is None and not self.use_cache
+        is_plain = self.real is None and self.cu_seqlens is None and self.share is None
+        return is_plain and not self.use_cache
+
+    @property
+    def total_length(self) -> int:
+        """The number of tokens of all ranks."""
+        return self.length if self.share is None else self.share.total
+
+    def pieces(self) -> Sequence[Piece]:
+        """List what this rank holds of each sequence, of those that ranks hold together."""
+        if self.rows is not None:
+            return self.rows
+        assert self.share is not None
+        return self.share.pieces(None if self.cu_seqlens is None else self.cu_seqlens.tolist())
 
     @property
     def lengths(self) -> Tensor | None:
@@ -119,12 +136,27 @@ class CallInfo:
             return self.cu_seqlens.long().diff()
         new = self.lengths
         if new is None:
-            new = torch.full((self.batch,), self.length, device=self.device)
+            count = self.length if self.share is None else self.share.stop
+            new = torch.full((self.batch,), count, device=self.device)
         return new if self.past is None else self.past.num_tokens + new
 
     def before(self, name: str) -> Any:
         """Return a state that the last call left, None if this one begins the sequences."""
         return None if self.past is None else self.past[name]
+
+    def inputs_before(self, name: str, x: Tensor, count: int) -> Tensor | None:
+        """Return the last `count` inputs before x (B, T, ...): of the last call, or another rank's.
+
+        None if there are none: zeros.
+        """
+        if self.share is None:
+            return self.before(name)
+        if self.rows is None:
+            return inputs_before(x, count, self.share)
+        last = self.rows[-1].stop - self.rows[-1].start
+        own = with_past(x[-1:, :last], count)
+        came = inputs_before(own, count, self.share) * (self.rows[0].offset > 0)
+        return torch.cat([came, came.new_zeros(len(x) - 1, *came.shape[1:])])
 
     def close(self, gate: Tensor) -> Tensor:
         """Close a gate (B, T, ...) at padding, so that a padded token changes no state."""
@@ -135,6 +167,11 @@ class CallInfo:
     def positions(self) -> Tensor:
         """Count the tokens before each one in its own sequence, (B, T) or (1, T)."""
         token = torch.arange(self.length, device=self.device).unsqueeze(0)
+        if self.rows is not None:
+            return token + torch.tensor([[each.offset] for each in self.rows], device=self.device)
+        if self.share is not None:
+            parts = [token[0, : x.stop - x.start] + x.offset for x in self.pieces()]
+            return torch.cat(parts).unsqueeze(0)
         if self.cu_seqlens is not None:
             edges = self.cu_seqlens.long()
             return token - edges[:-1].repeat_interleave(edges.diff())
@@ -151,14 +188,23 @@ class CallInfo:
         positions = self.positions()
         first = torch.arange(self.length, device=self.device) - positions
         if mask is not None:
-            if self.past is None and self.cu_seqlens is None:  # known without looking at tensors
-                return first + mask.boundaries(self.length, self.device)
+            if self.past is None and self.cu_seqlens is None and self.rows is None:
+                start = 0 if self.share is None else self.share.start
+                # Known without looking at tensors.
+                return first + mask.boundaries(start + self.length, self.device, start)
             first = first + mask.boundaries(int(positions.max()) + 1, self.device)[positions]
         return first
 
     def cache(self, **states: Any) -> MixerCache | None:
         """Collect the states after this call, if they were asked for."""
         return MixerCache(self.num_tokens, states) if self.use_cache else None
+
+
+def with_past(x: Tensor, count: int, state: Tensor | None = None) -> Tensor:
+    """Put the `count` inputs before x (B, T, ...) in front of it, zeros if there were none."""
+    if state is None:
+        state = x.new_zeros(x.shape[0], count, *x.shape[2:])
+    return torch.cat([state.to(x.dtype), x], 1)
 
 
 def attend(

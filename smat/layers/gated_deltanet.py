@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from smat.layers.call import CallInfo, MixerCache, take_step
 from smat.layers.memory.memory import TransportedMemory
+from smat.layers.memory.over_ranks import read_over_ranks
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.memory.transport import DeltaTokens, boundary_of, read_transported
 from smat.layers.mixer import Mixer
@@ -25,6 +26,7 @@ from smat.layers.primitives import (
 )
 from smat.layers.short_convolution import ShortConvolution
 from smat.ops.delta_rule import delta_rule, delta_rule_step
+from smat.ops.delta_rule.over_ranks import delta_rule_over_ranks
 
 
 class GatedDeltaNet(Mixer):
@@ -130,7 +132,8 @@ class GatedDeltaNet(Mixer):
         else:
             y, state = self.recur(x, reset_at(boundary_of(mask), tokens, call), call)
             chosen, bin_position, routing = self.memory.route(x, mask, call)
-            read, distant = read_transported(
+            reads = read_transported if call.share is None else read_over_ranks
+            read, distant = reads(
                 self.memory.tokens_of(tokens), chosen, self.memory.read_mask(mask), call,
                 self.memory.neighbours(chosen, bin_position, mask),
             )  # fmt: skip
@@ -151,6 +154,9 @@ class GatedDeltaNet(Mixer):
         return DeltaTokens(l2_norm(q), l2_norm(k), v, call.close(beta), log_decay)
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
+        if call.share is not None:
+            ranks = call.share, call.rows
+            return delta_rule_over_ranks(*tokens, *ranks, chunk_size=self.chunk_size)
         return run_delta_rule(tokens, call.before("state"), call.use_cache, self.chunk_size)
 
 

@@ -23,6 +23,7 @@ from smat.ops.log_linear import (
     log_linear_delta_rule,
     log_linear_step,
 )
+from smat.ops.log_linear.over_ranks import LogLinearTokens, log_linear_over_ranks
 
 
 class LevelWeights(nn.Module):
@@ -103,6 +104,10 @@ class LogLinearMamba2(Mamba2):
         if call.past is not None:
             y, last = _decode(call, 1.0, q, k, v, **given)
             return y, {"state": last, "routing": None}
+        if call.share is not None:
+            tokens, sizes = LogLinearTokens(q, k, v, **given), {"chunk_size": self.chunk_size}
+            y, state = log_linear_over_ranks(tokens, call.share, call.rows, scale=1.0, **sizes)
+            return y, {"state": state, "routing": None}
         y, state = log_linear_attention(
             q, k, v, **given, output_final_state=call.use_cache, lengths=call.lengths,
             chunk_size=self.chunk_size,
@@ -133,6 +138,9 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
         given = {"level_weights": self.level_weights(x), **tokens._asdict()}
         if call.past is not None:
             return _decode(call, self.scale, **given)
+        if call.share is not None:
+            sizes = {"scale": self.scale, "chunk_size": self.chunk_size}
+            return log_linear_over_ranks(LogLinearTokens(**given), call.share, call.rows, **sizes)
         return log_linear_delta_rule(
             **given, scale=self.scale, lengths=call.lengths, output_final_state=call.use_cache,
             chunk_size=self.chunk_size,

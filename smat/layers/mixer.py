@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from smat.distributed import Share, active_share, in_context
 from smat.layers.call import CallInfo, LayerCaches, MixerCache
 from smat.machine import guard_bfloat16
 from smat.ops.smat.arguments import check_device, check_padding, check_positions, check_tensor
@@ -25,6 +26,8 @@ class Mixer(nn.Module, ABC):
     extra_inputs: tuple[str, ...] = ()  # what `forward` takes beside hidden states: "token_ids"
     packs_natively = False  # whether `mix` takes packed sequences as they are
     reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
+    packs_over_ranks = False  # whether it does so where ranks hold the sequences together
+    runs_over_ranks = True
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
@@ -75,17 +78,22 @@ class Mixer(nn.Module, ABC):
             if use_cache:
                 past_key_values.put(self._place(), cache, hidden_states.shape[1])
             return out, None, past_key_values
-        self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras)
+        share = active_share(hidden_states) if self.runs_over_ranks else self._refuse_share()
+        self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras, share)
         is_narrow = hidden_states.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
         if is_narrow and hidden_states.device.type == "cpu":
             guard_bfloat16()
         if positions is not None:
             check_positions(positions, hidden_states)
-        if cu_seqlens is not None and not self.packs_natively:
-            out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+        packs = self.packs_natively or (self.packs_over_ranks and share is not None)
+        if cu_seqlens is not None and not packs:
+            if share is not None:
+                out, cache = self._mix_pieces(hidden_states, cu_seqlens, extras, share), None
+            else:
+                out, cache = self._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
             return out if positions is None else out[:, positions], None, cache
         begins = attention_mask is None and past_key_values is None and not use_cache
-        queries = positions if self.reads_at_queries and begins else None
+        queries = positions if self.reads_at_queries and begins and share is None else None
         batch, length = hidden_states.shape[:2]
         padding = Padding(None if attention_mask is None else attention_mask[:, -length:])
         extras = {
@@ -95,7 +103,7 @@ class Mixer(nn.Module, ABC):
         (x,) = padding.remove(hidden_states)
         call = CallInfo(
             batch, length, x.device, None if padding.real is None else padding.front(padding.real),
-            cu_seqlens, past_key_values, use_cache, inplace, queries, extras,
+            cu_seqlens, past_key_values, use_cache, inplace, queries, extras, share,
         )  # fmt: skip
         out, cache = self.mix(x, call)
         if queries is None:
@@ -154,6 +162,32 @@ class Mixer(nn.Module, ABC):
         out, _, cache = self.forward(sequences, real, None, use_cache, **apart)
         return out[real].unsqueeze(0), cache
 
+    def _mix_pieces(
+        self, x: Tensor, cu_seqlens: Tensor, extras: Mapping[str, Any], share: Share
+    ) -> Tensor:
+        """Lay what this rank holds of packed sequences side by side, and mix them as rows."""
+        rows = tuple(share.pieces(cu_seqlens.tolist()))
+
+        def unpack(x: Any) -> Any:
+            parts = [x[0, each.start : each.stop] for each in rows]
+            return nn.utils.rnn.pad_sequence(parts, batch_first=True)
+
+        apart = {
+            name: unpack(each) if _is_per_token(each, 1, x.shape[1]) else each
+            for name, each in extras.items()
+        }
+        lengths = torch.tensor([each.stop - each.start for each in rows], device=x.device)
+        real = torch.arange(int(lengths.max()), device=x.device) < lengths[:, None]
+        call = CallInfo(
+            len(rows), real.shape[1], x.device, real if len(rows) > 1 else None, extras=apart,
+            share=share, rows=rows,
+        )  # fmt: skip
+        return self.mix(unpack(x), call)[0][real].unsqueeze(0)
+
+    def _refuse_share(self) -> None:
+        if in_context():
+            raise ValueError(f"{type(self).__name__} does not run over ranks")
+
     def _check(
         self,
         hidden_states: Tensor,
@@ -161,6 +195,7 @@ class Mixer(nn.Module, ABC):
         past: MixerCache | None,
         cu_seqlens: Tensor | None,
         extras: Mapping[str, Any],
+        share: Share | None = None,
     ) -> None:
         """Refuse tokens, padding, packing and a cache that do not belong together."""
         unknown = [name for name in extras if name not in self.extra_inputs]
@@ -192,14 +227,18 @@ class Mixer(nn.Module, ABC):
         if past is not None and len(past) != shape[0]:
             rows = f"past_key_values has {len(past)} rows"
             raise ValueError(f"{rows}, but hidden_states has {shape[0]} sequences")
+        if share is not None and (attention_mask is not None or past is not None):
+            what = "pads no rows: pack them" if past is None else "decodes after no cache"
+            raise ValueError(f"a sequence over {share.size} ranks {what}")
         if cu_seqlens is None:
             return
         check_tensor("cu_seqlens", cu_seqlens, "integers")
         if attention_mask is not None or past is not None:
             raise ValueError("cu_seqlens goes with neither an attention_mask nor a cache")
         edges = cu_seqlens.tolist()
-        if shape[0] != 1 or edges[:1] != [0] or edges[-1] != shape[1] or sorted(edges) != edges:
-            rule = "cu_seqlens must rise from 0 to T in a batch of 1"
+        total = shape[1] if share is None else share.total
+        if shape[0] != 1 or edges[:1] != [0] or edges[-1] != total or sorted(edges) != edges:
+            rule = f"cu_seqlens must rise from 0 to T = {total} in a batch of 1"
             raise ValueError(f"{rule}, got {edges} for {shape[:2]}")
 
 

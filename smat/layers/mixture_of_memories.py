@@ -58,6 +58,7 @@ class MixtureOfMemories(Mixer):
     """
 
     balance_loss: Tensor | None
+    runs_over_ranks = False  # each memory has a sequence of its own, cut elsewhere
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from smat.layers.call import CallInfo
+from smat.layers.call import CallInfo, with_past
 from smat.masks import SMatMask
 
 TILE_ELEMENTS = 1 << 18
@@ -82,7 +82,7 @@ class ShortConvolution(nn.Module):
 
         No token looks back over the start of its sequence, or over its boundary under `mask`.
         """
-        past, state = call.before(name), None
+        past, state = call.inputs_before(name, x, self.width - 1), None
         if call.use_cache:
             state = self.next_state(x, past, call.lengths, call.cu_seqlens)
         return self(x, past, call.first_visible(mask)), state
@@ -96,13 +96,6 @@ class ShortConvolution(nn.Module):
     ) -> Tensor:
         """Keep the `last_inputs` of every row, or of every packed sequence."""
         return last_inputs(x, self.width - 1, state, lengths, cu_seqlens)
-
-
-def with_past(x: Tensor, count: int, state: Tensor | None) -> Tensor:
-    """Put the `count` inputs before x (B, T, ...) in front of it, zeros if there were none."""
-    if state is None:
-        state = x.new_zeros(x.shape[0], count, *x.shape[2:])
-    return torch.cat([state.to(x.dtype), x], 1)
 
 
 def last_inputs(

@@ -159,7 +159,7 @@ class SMatAttention(Mixer):
         q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
-        mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.length)
+        mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.total_length)
         asking = qkv[..., : self.widths[0]] if self.routing.routes_queries else x
         routing, routing_state = self.routing(asking, mask, call)
         if self.read_gate is not None:
@@ -191,7 +191,7 @@ class SMatAttention(Mixer):
 
     def _mix_apart(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         """Give every packed sequence the mask of its own length."""
-        if call.use_cache:
+        if call.use_cache or call.share is not None:
             fix = f"make the layer with a horizon, such as horizon={call.length}"
             raise ValueError(f"the mask of one input's length is nothing to decode after: {fix}")
         assert call.cu_seqlens is not None

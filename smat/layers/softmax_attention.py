@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.distributed.exchange import gather
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import RMSNorm, head_sizes, rotate
@@ -29,7 +30,10 @@ class SoftmaxAttention(Mixer):
     Positions are turned into the angles of queries and keys ("rotary"), looked up in a table of
     `max_length` rows that is added to the layer's input ("learned"), or left out ("none").
     `conv_size` is the width of a short convolution of q, k and v, as the recurrent layers have.
+    Ranks that hold a sequence together gather all keys and values: memory grows with the whole.
     """
+
+    packs_over_ranks = True
 
     def __init__(
         self,
@@ -92,7 +96,12 @@ class SoftmaxAttention(Mixer):
         if self.positions == "rotary":
             q, k = (rotate(each, position, self.rotary_base) for each in (q, k))
         seen = None  # causal: padding stands behind every real query
-        if call.past is not None:
+        if call.share is not None:
+            k, v = (gather(each, call.share)[:, : call.share.stop] for each in (k, v))
+            key = torch.arange(call.share.stop, device=k.device)
+            own = key[call.share.start :]
+            seen = (key >= (own - position).unsqueeze(-1)) & (key <= own.unsqueeze(-1))
+        elif call.past is not None:
             k, v = (_append(call, name, new) for name, new in (("keys", k), ("values", v)))
             seen = torch.arange(k.shape[1], device=k.device) <= position.unsqueeze(-1)
         out = self.o_proj(self._attend(q, k, v, seen))

@@ -109,7 +109,7 @@ def read_transported(
         return out, None
     distant = profile = None
     if bool((call.num_tokens <= num_distant).any()):
-        new = _written(tokens)
+        new = written_by(tokens)
         distant = _wait(new.new_zeros(call.batch, num_distant + 1, *new.shape[2:]), new, call)
         profile = torch.zeros(distant.shape[:3], dtype=torch.long, device=call.device)
         profile = _wait(profile, routing.profile, call)
@@ -124,7 +124,7 @@ def _decode(
     num_distant, begin, end = boundary_of(mask), call.past.num_tokens, call.num_tokens
     distant, profile, tables, transition = past
     if distant is not None:
-        distant = _wait(distant, _written(tokens), call)
+        distant = _wait(distant, written_by(tokens), call)
         profile = _wait(profile, routing.profile, call)
         if bool(((begin <= num_distant) & (end > num_distant)).any()):
             tables = _carry(distant[:, :-1], profile[:, :-1], tokens, mask)
@@ -145,7 +145,7 @@ def _decode(
     return out, TransportState(distant, profile, tables, transition)
 
 
-def _written(tokens: DeltaTokens) -> Tensor:
+def written_by(tokens: DeltaTokens) -> Tensor:
     """Lay what tokens write side by side: k, v, beta and log_decay."""
     log_decay = torch.zeros_like(tokens.beta) if tokens.log_decay is None else tokens.log_decay
     gates = [x.unsqueeze(-1) for x in (tokens.beta, log_decay)]

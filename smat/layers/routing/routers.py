@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
-from smat.layers.call import CallInfo
-from smat.layers.routing.learned import LearnedRouting, balance_loss, distant_tokens
+from smat.layers.call import CallInfo, with_past
+from smat.layers.routing.balance import balance_loss, distant_tokens
+from smat.layers.routing.learned import LearnedRouting
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
-from smat.layers.short_convolution import last_inputs, with_past
+from smat.layers.short_convolution import last_inputs
 from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
 from smat.ops.smat.arguments import check_range, check_tensor
 from smat.ops.smat.routing import POSITIONAL, Routing
@@ -88,7 +89,7 @@ class HashedRouting(Router):
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
         ids = _per_token("token_ids", call)
-        past, queries = call.before("routing"), _queries(call)
+        past, queries = call.inputs_before("routing", ids, self.num_kept), _queries(call)
         history = with_past(ids, self.num_kept, past)
         # The id `lag` tokens earlier in the same sequence, the own one where none is.
         windows = history.unfold(1, call.length, 1).unbind(1)[::-1]
@@ -188,8 +189,8 @@ class ContentRouting(Router):
         Of new sequences only those queries select that see something distant, and only those
         tokens get an address that are distant for some query, or may be for a later one.
         """
-        past, queries, num_writers = call.before("routing"), _queries(call), None
-        first = 0
+        past = call.inputs_before("routing", x, self.learned.num_kept)
+        queries, num_writers, first = _queries(call), None, 0
         if past is None and call.cu_seqlens is None:
             segments = mask.segments(call.length)
             if not call.use_cache:
@@ -200,12 +201,13 @@ class ContentRouting(Router):
         routing, bin_position = self.learned(
             x, mask.geometry, past, call.first_visible(), queries, num_writers
         )
-        if past is None:
+        if call.past is None:
             field_size, distant = mask.geometry.field_size, distant_tokens(mask, call)
-            self.balance_loss = balance_loss(bin_position, field_size, distant)
+            self.balance_loss = balance_loss(bin_position, field_size, distant, call.share)
         state = None
         if call.use_cache:
-            state = self.learned.next_state(x.detach(), past, call.lengths, call.cu_seqlens)
+            before = None if past is None else past.detach()
+            state = self.learned.next_state(x.detach(), before, call.lengths, call.cu_seqlens)
         if first:
             reads = (routing.query_type, routing.read_weight)
             query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)

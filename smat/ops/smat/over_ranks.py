@@ -112,7 +112,6 @@ class PieceTokens:
         self.far = self.psi
         if routing.write_weight is not None:
             self.far = self.psi * rows(routing.write_weight).to(psi.dtype).unsqueeze(-1)
-        self.anchor = sum(x.flatten()[0] for x in (phi, psi, v))  # has a gradient if any has
         self.since = self.until = None  # what is left of the piece's start, and at its end
         if gates.log_decay is not None:
             wide = rows(gates.log_decay).double().clamp(min=FORGETS)
@@ -255,7 +254,7 @@ def attend_over_ranks(
     first = last = PieceTokens(*inputs, alone(pieces[0]), pieces[0], goes_on)
     if len(pieces) > 1:
         last = PieceTokens(*inputs, alone(pieces[-1]), pieces[-1], goes_on)
-    carried, link = _scan(first, last, share)
+    carried, link = _scan(first, last, share, y)
     if carried.groups.windows or carried.groups.tables:
         edge = pieces[0].stop
         y = torch.cat([y[:, :edge] + first.read(carried), y[:, edge:]], 1)
@@ -297,7 +296,9 @@ def _own_mask(mask: SMatMask, piece: Piece) -> SMatMask:
     return SMatMask(max(1, mask.seq_len - piece.offset), *recipe, schedule, _derived=True)
 
 
-def _scan(first: PieceTokens, last: PieceTokens, share: Share) -> tuple[Carried, Tensor]:
+def _scan(
+    first: PieceTokens, last: PieceTokens, share: Share, anchor: Tensor
+) -> tuple[Carried, Tensor]:
     """Bring in what the ranks before left of the first piece, hand on what the last one leaves."""
     before, behind = first.groups_at(first.piece.offset), last.groups_at(last.piece.end)
     next_edge = last.schedule.segment_index(last.piece.end)
@@ -312,5 +313,5 @@ def _scan(first: PieceTokens, last: PieceTokens, share: Share) -> tuple[Carried,
     ):
         merge = merge_groups(came, goes, next_edge).to(x.device) if first is last else None
         kinds.append(Carry(x, step, merge, (len(came), *shape)))
-    found, link = scan(kinds, share, first.anchor)
+    found, link = scan(kinds, share, anchor)
     return Carried(first.schedule, first.piece.offset, before, *found), link
