@@ -19,6 +19,7 @@ from smat.bench.decode import run_decode
 from smat.bench.kernels import run_kernels
 from smat.bench.language_model import run_generate, run_step
 from smat.bench.layers import run_layers
+from smat.bench.ranks import RanksConfig, run_ranks
 from smat.bench.tabulate import run_tabulate
 from smat.report.figures import bench_figure, save_figure
 from smat.report.terminal_tables import rows_table, worst_checks
@@ -152,6 +153,16 @@ def print_kernels(record: Record) -> None:
             console.print(rows_table(title, rows, ruled_by))
 
 
+def print_ranks(record: Record) -> None:
+    """Print what each rank holds and sends, and how long a scan takes."""
+    console = Console(width=240, highlight=False, markup=False)
+    console.print(rows_table("Checked against one process, fp64", record["checks"]))
+    console.print(rows_table("Forward and backward, of each rank", record["rows"], "ranks"))
+    if record["scans"]:
+        console.print(rows_table("A scan of states over ranks", record["scans"], "ranks"))
+    console.print(", ".join(f"{name} {value}" for name, value in record["config"].items()))
+
+
 add_command(
     "tabulate",
     configs.TabulateConfig,
@@ -180,3 +191,4 @@ add_command(
 add_command("layers", configs.LayersConfig, run_layers, "--seq-len 16384 --vc-dim 2 --repeats 5")
 add_command("lm-step", configs.StepConfig, run_step, "--boundary kept", "--checkpointing")
 add_command("lm-generate", configs.GenerateConfig, run_generate, "--tokens 500 --boundary kept")
+add_command("ranks", RanksConfig, run_ranks, "--window-step 4096", show=print_ranks)

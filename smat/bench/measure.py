@@ -29,7 +29,7 @@ from rich.progress import track
 from torch import Tensor
 
 import smat
-from smat.bench.config import BenchConfig
+from smat.bench.config import Config
 from smat.machine import processor_name, source_commit
 from smat.ops.backend import available_backends
 
@@ -92,7 +92,7 @@ def check(
 
 
 def begin_record(
-    benchmark: str, config: BenchConfig, device: torch.device, checks: list[dict[str, Any]]
+    benchmark: str, config: Config, device: torch.device, checks: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Begin the record of a benchmark; refuse if a check failed, before anything is timed."""
     for each in checks:

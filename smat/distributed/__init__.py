@@ -5,8 +5,7 @@ from smat.distributed.shares import (
     Share,
     active_share,
     context_parallel,
-    in_context,
-    share_of,
+    open_contexts,
 )
 
-__all__ = ["Piece", "Share", "active_share", "context_parallel", "in_context", "share_of"]
+__all__ = ["Piece", "Share", "active_share", "context_parallel", "open_contexts"]

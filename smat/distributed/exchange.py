@@ -27,6 +27,7 @@ def _pass_on(share: Share, kind: str, outgoing: Tensor | None, incoming: Tensor,
     if 0 <= source < share.size and incoming.numel():
         works.append(dist.irecv(incoming, _global(share, source), group=share.group))
     for work in works:
+        assert work is not None
         work.wait()
 
 
@@ -110,25 +111,26 @@ class Carry(NamedTuple):
     """How one kind of state goes over a rank: carry' = merge (transition carry) + written.
 
     States are (groups, ..., a, b). A transition is what a rank's tokens leave of every earlier
-    state: numbers (..., 1, 1), or matrices (..., a, a). `merge` (groups behind the rank, groups
-    before it) says which groups become one; without it none of them goes on.
+    state: numbers (..., 1, 1), or matrices (..., a, a). `merge` has a pair (group behind the rank,
+    group before it) for every group that goes on.
     """
 
     written: Tensor  # by this rank, as the next rank groups it
     transition: Tensor | None  # None is 1
-    merge: Tensor | None
+    merge: Sequence[tuple[int, int]]
     before: tuple[int, ...]  # the shape of the states that come in
 
     def go_on(self, state: Tensor) -> Tensor:
         """Take incoming states over this rank."""
-        if self.merge is None:
-            return self.written
-        if self.transition is not None:
-            state = _apply(self.transition, state)
-        return self.written + torch.tensordot(self.merge.to(state.dtype), state, dims=1)
+        behind = list(self.written.unbind())
+        for target, source in self.merge:
+            behind[target] = behind[target] + _apply(self.transition, state[source])
+        return torch.stack(behind) if behind else self.written
 
 
-def _apply(transition: Tensor, state: Tensor) -> Tensor:
+def _apply(transition: Tensor | None, state: Tensor) -> Tensor:
+    if transition is None:
+        return state
     return transition * state if transition.shape[-1] == 1 else transition @ state
 
 
@@ -160,17 +162,16 @@ class _Scan(torch.autograd.Function):
         for merge, state, step, own, grad in zip(
             ctx.merges, states, transitions, grads, pulled, strict=False
         ):
-            if merge is None:
-                sent.append(own)
-                grad_transitions.append(None if step is None else torch.zeros_like(step))
-                continue
-            grad = torch.tensordot(merge.to(grad.dtype).mT, grad, dims=1)
-            by_step = None
-            if step is not None:
-                moved = grad * state if step.shape[-1] == 1 else grad @ state.mT
-                by_step = moved.sum_to_size(step.shape)
-                grad = _apply(step.mT, grad)
-            sent.append(own + grad)
+            back, by_step = list(own.unbind()), None if step is None else torch.zeros_like(step)
+            for target, source in merge:
+                if by_step is not None:
+                    x, y = grad[target], state[source]
+                    moved = x * y if step.shape[-1] == 1 else x @ y.mT
+                    by_step += moved.sum_to_size(step.shape)
+                back[source] = back[source] + _apply(
+                    None if step is None else step.mT, grad[target]
+                )
+            sent.append(torch.stack(back) if back else own)
             grad_transitions.append(by_step)
         _send(ctx.share, sent, BACKWARD)
         return None, None, None, *pulled, *grad_transitions
@@ -199,7 +200,7 @@ def scan_rows(
     goes_on = pieces is None or (len(pieces) == 1 and pieces[0].offset > 0)
     comes_in = pieces is None or pieces[0].offset > 0
     rows = slice(None) if pieces is None else slice(-1, None)
-    merge = torch.ones(1, 1, device=kinds[0][0].device) if goes_on else None
+    merge = [(0, 0)] if goes_on else []
     carries = [
         Carry(written[rows].unsqueeze(0), step[rows], merge, (1, *written[rows].shape))
         for written, step in kinds

@@ -132,7 +132,7 @@ class _Ranks:
 
 
 # Not a context variable: autograd's threads, which recompute checkpoints, see it too.
-_active: list[_Ranks] = []
+open_contexts: list[_Ranks] = []
 
 
 @contextmanager
@@ -152,23 +152,18 @@ def context_parallel(group: Any = None, shares: Sequence[int] | None = None) -> 
     the tokens of all ranks. A state or cache is the one after a rank's own tokens, so that the last
     rank's decodes on, outside of this block. Checkpointed layers need the block around backward.
     """
-    _active.append(_Ranks(group, shares))
+    open_contexts.append(_Ranks(group, shares))
     try:
-        yield _active[-1]
+        yield open_contexts[-1]
     finally:
-        _active.pop()
+        open_contexts.pop()
 
 
-def in_context() -> bool:
-    """Whether a `context_parallel` block is open."""
-    return bool(_active)
+def active_share(x: Tensor, group: Any = None) -> Share | None:
+    """Return this rank's share of a call with tokens (B, T, ...), None outside of a context.
 
-
-def active_share(x: Tensor) -> Share | None:
-    """Return this rank's share of a call with tokens (B, T, ...), None outside of a context."""
-    return _active[-1].share(x.shape[1], x.device) if _active else None
-
-
-def share_of(group: Any, x: Tensor) -> Share | None:
-    """Return the share of a call that names its group: as `active_share` within its context."""
-    return active_share(x) if group is None else _Ranks(group, None).share(x.shape[1], x.device)
+    A call may name its group itself.
+    """
+    if group is not None:
+        return _Ranks(group, None).share(x.shape[1], x.device)
+    return open_contexts[-1].share(x.shape[1], x.device) if open_contexts else None

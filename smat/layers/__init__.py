@@ -8,8 +8,12 @@ from smat.layers.memory.memory import Memory, ProfileMemory, TransportedMemory, 
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
-from smat.layers.routing.balance import balance_loss, balance_weight, sum_balance_losses
-from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.learned import (
+    LearnedRouting,
+    balance_loss,
+    balance_weight,
+    sum_balance_losses,
+)
 from smat.layers.routing.routers import (
     ContentRouting,
     DirectedRouting,

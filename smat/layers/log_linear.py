@@ -106,8 +106,8 @@ class LogLinearMamba2(Mamba2):
             return y, {"state": last, "routing": None}
         if call.share is not None:
             tokens, sizes = LogLinearTokens(q, k, v, **given), {"chunk_size": self.chunk_size}
-            y, state = log_linear_over_ranks(tokens, call.share, call.rows, scale=1.0, **sizes)
-            return y, {"state": state, "routing": None}
+            y, last = log_linear_over_ranks(tokens, call.share, call.rows, scale=1.0, **sizes)
+            return y, {"state": last, "routing": None}
         y, state = log_linear_attention(
             q, k, v, **given, output_final_state=call.use_cache, lengths=call.lengths,
             chunk_size=self.chunk_size,

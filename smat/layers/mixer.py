@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smat.distributed import Share, active_share, in_context
+from smat.distributed import Share, active_share, open_contexts
 from smat.layers.call import CallInfo, LayerCaches, MixerCache
 from smat.machine import guard_bfloat16
 from smat.ops.smat.arguments import check_device, check_padding, check_positions, check_tensor
@@ -78,7 +78,9 @@ class Mixer(nn.Module, ABC):
             if use_cache:
                 past_key_values.put(self._place(), cache, hidden_states.shape[1])
             return out, None, past_key_values
-        share = active_share(hidden_states) if self.runs_over_ranks else self._refuse_share()
+        share = active_share(hidden_states) if open_contexts else None
+        if share is not None and not self.runs_over_ranks:
+            raise ValueError(f"{type(self).__name__} does not run over {share.size} ranks")
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras, share)
         is_narrow = hidden_states.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
         if is_narrow and hidden_states.device.type == "cpu":
@@ -183,10 +185,6 @@ class Mixer(nn.Module, ABC):
             share=share, rows=rows,
         )  # fmt: skip
         return self.mix(unpack(x), call)[0][real].unsqueeze(0)
-
-    def _refuse_share(self) -> None:
-        if in_context():
-            raise ValueError(f"{type(self).__name__} does not run over ranks")
 
     def _check(
         self,

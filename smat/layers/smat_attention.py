@@ -159,7 +159,9 @@ class SMatAttention(Mixer):
         q = self.q_norm(q.unflatten(-1, (self.num_heads, -1)))
         k = self.k_norm(k.unflatten(-1, (self.num_kv_heads, -1)))
         v = v.unflatten(-1, (self.num_kv_heads, -1))
-        mask = self.recipe if self.horizon is not None else self.recipe.for_length(call.total_length)
+        mask = (
+            self.recipe if self.horizon is not None else self.recipe.for_length(call.total_length)
+        )
         asking = qkv[..., : self.widths[0]] if self.routing.routes_queries else x
         routing, routing_state = self.routing(asking, mask, call)
         if self.read_gate is not None:

@@ -40,6 +40,7 @@ class BoundarySchedule(ABC):
     kind: ClassVar[str]
     moves: ClassVar[bool]
     horizon_free: ClassVar[bool] = True
+    offset: ClassVar[int] = 0  # tokens before the first one, from where profiles are counted
 
     @property
     def num_segments(self) -> int | None:
@@ -65,11 +66,6 @@ class BoundarySchedule(ABC):
     @property
     def anchor(self) -> int:
         """The position from which recent queries are counted: the boundary if it never moves."""
-        return 0
-
-    @property
-    def offset(self) -> int:
-        """The number of tokens before the first one, from where profiles are counted."""
         return 0
 
     def boundary_at(self, position: int) -> int:
@@ -233,7 +229,7 @@ class ShiftedBoundary(BoundarySchedule):
         return self.base.moves
 
     @property
-    def offset(self) -> int:
+    def offset(self) -> int:  # type: ignore[override]
         return self.begin
 
     @property

@@ -162,7 +162,9 @@ class SMatMask:
         self, length: int | None = None, device: torch.device | str | None = None, start: int = 0
     ) -> Tensor:
         """Return n(t) of the first `length` queries, without those before `start`."""
-        found = self.schedule.segments(self.check_length(length), start)
+        found = self.segments(length)
+        if start:
+            found = self.schedule.segments(self.check_length(length), start)
         segments = torch.tensor(found, device=device)
         return segments[:, 2].repeat_interleave(segments[:, 1] - segments[:, 0])
 

@@ -37,7 +37,8 @@ HEADINGS = {
     "peak_bytes": "peak", "parameters": "parameters", "exponent": "exponent", "gemm": "product",
     "causal_branch": "causal branch",
     "fraction_of_gemm": "fraction", "whole_op_fraction_of_gemm": "whole op, d = 1",
-    "why": "why",
+    "why": "why", "ranks": "ranks", "rank": "rank", "sent_bytes": "sent", "ring": "ring (ms)",
+    "formula_bytes": "formula", "log_steps": "log steps (ms)",
 }  # fmt: skip
 MILLISECONDS = ("median", "low", "high", "slowest")
 

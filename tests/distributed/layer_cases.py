@@ -1,4 +1,4 @@
-"""Every mixer over ranks beside itself in one process: output, cache and every gradient, by name."""
+"""Every mixer over ranks beside itself in one process: output, cache, gradients, by name."""
 
 import warnings
 

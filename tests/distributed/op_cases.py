@@ -1,5 +1,6 @@
 """The op over ranks beside the op of one process: output, state and every gradient, by name."""
 
+import itertools
 import warnings
 
 import torch
@@ -47,7 +48,7 @@ def make_case(
     if routed is not None:
         geometry = mask.geometry
         if packed:
-            lengths = [b - a for a, b in zip(packed, packed[1:], strict=False) if b > a]
+            lengths = [b - a for a, b in itertools.pairwise(packed) if b > a]
             geometry = min((mask.for_length(n).geometry for n in lengths),
                            key=lambda each: each.num_profiles)  # fmt: skip
         inputs["profile"] = torch.randint(geometry.num_profiles, shape, generator=generator)

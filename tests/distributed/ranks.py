@@ -1,5 +1,6 @@
 """Processes that stand for ranks: started once, and given one function after the other."""
 
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -84,4 +85,4 @@ def shares_of(length, size, uneven=False):
     """Cut a length into shares: nearly equal ones, or of very different sizes."""
     weights = [1 + 3 * ((rank * 5 + 2) % 4) if uneven else 1 for rank in range(size)]
     edges = [round(length * sum(weights[:rank]) / sum(weights)) for rank in range(size + 1)]
-    return [stop - start for start, stop in zip(edges, edges[1:], strict=False)]
+    return [stop - start for start, stop in itertools.pairwise(edges)]

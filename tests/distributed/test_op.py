@@ -40,16 +40,22 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_four_uneven_ranks_equal_one_process(name, four_ranks):
+    check(four_ranks.run(compare_op, size=4, uneven=True, **CASES[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_four_equal_ranks_equal_one_process(name, four_ranks):
+    check(four_ranks.run(compare_op, size=4, **CASES[name]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("uneven", [False, True], ids=["equal", "uneven"])
 @pytest.mark.parametrize("name", CASES)
 def test_two_ranks_equal_one_process(name, uneven, two_ranks):
     check(two_ranks.run(compare_op, size=2, uneven=uneven, **CASES[name]))
-
-
-@pytest.mark.parametrize("uneven", [False, True], ids=["equal", "uneven"])
-@pytest.mark.parametrize("name", CASES)
-def test_four_ranks_equal_one_process(name, uneven, four_ranks):
-    check(four_ranks.run(compare_op, size=4, uneven=uneven, **CASES[name]))
 
 
 def check(by_rank):

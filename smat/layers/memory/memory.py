@@ -181,9 +181,7 @@ class Memory(ContentRouting):
             lengths = list(self.mask_by_length)
             raise ValueError(f"name one geometry of {lengths} by mask=, or pad packed sequences")
         masks = self.mask_by_length
-        return masks[
-            min((each for each in masks if each >= call.total_length), default=max(masks))
-        ]
+        return masks[min((each for each in masks if each >= call.total_length), default=max(masks))]
 
     def route(
         self, x: Tensor, mask: SMatMask, call: CallInfo

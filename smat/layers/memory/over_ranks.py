@@ -7,6 +7,7 @@ reads the tables that come in with queries carried back to the beginning of its 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,18 @@ from smat.ops import SMatState
 from smat.ops.delta_rule import transport_keys, transport_queries
 from smat.ops.smat.carried import OLDER, CarriedGroups
 from smat.ops.smat.groups import SortedGroups, pool_groups, read_groups
-from smat.ops.smat.over_ranks import Carried
+from smat.ops.smat.pieces import Carried
 from smat.ops.smat.routing import Routing
+
+
+class CarriedTokens(NamedTuple):
+    """Queries and keys (B, T, H, K) at the boundary, or at the edge of the share before it."""
+
+    queries: Tensor
+    keys: Tensor
+    v: Tensor
+    before: Tensor  # (B, H, K, K), the transitions of a rank's distant tokens
+    behind: Tensor  # and of its recent ones
 
 
 def read_over_ranks(
@@ -30,9 +41,8 @@ def read_over_ranks(
     call: CallInfo,
     neighbours: Iterable[Routing] = (),
 ) -> tuple[Tensor, TransportState | None]:
-    """Do what `read_transported` does, for the tokens of a rank: read (B, T, H, V), and the state."""
+    """Do what `read_transported` does, for the tokens of a rank: (B, T, H, V), and the state."""
     num_distant = boundary_of(mask)
-    longest = max(piece.length for piece in call.pieces())
     is_distant = call.positions().expand(call.batch, -1) < num_distant
     recent, distant = tokens.close(is_distant), tokens.close(~is_distant)
     if call.real is not None:
@@ -47,32 +57,22 @@ def read_over_ranks(
     )
     assert before is not None
     assert behind is not None
-    read, table = _read(queries, keys, v, before, behind, routing, mask, call)
-    detached = [x.detach() for x in (queries, keys, v, before, behind)]
+    carried = CarriedTokens(queries, keys, v, before, behind)
+    read, table = _read(carried, routing, mask, call)
+    detached = CarriedTokens(*(x.detach() for x in carried))
     for each in neighbours:
-        read = read + _read(*detached, each, mask, call)[0]
+        read = read + _read(detached, each, mask, call)[0]
     out = call.close(read.masked_fill(is_distant[..., None, None], 0).to(v.dtype))
     if not call.use_cache:
         return out, None
-    assert longest == call.total_length
     return out, _state(tokens, routing, table.detach(), mask, call)
 
 
 def _read(
-    queries: Tensor,
-    keys: Tensor,
-    v: Tensor,
-    before: Tensor,
-    behind: Tensor,
-    routing: Routing,
-    mask: SMatMask,
-    call: CallInfo,
+    tokens: CarriedTokens, routing: Routing, mask: SMatMask, call: CallInfo
 ) -> tuple[Tensor, Tensor]:
-    """Read tables (B, H, profiles, K, V) that stand at the boundary or at the share's beginning.
-
-    `before` and `behind` (B, H, K, K) are the transitions of a rank's distant and recent tokens.
-    With what is read comes the table at the end of the share.
-    """
+    """Read the memory (B, T, H, V); with it comes the table at the end of the share."""
+    queries, keys, v, before, behind = tokens
     assert call.share is not None
     assert routing.profile is not None
     assert routing.query_type is not None

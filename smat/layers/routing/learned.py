@@ -8,7 +8,7 @@ Write addresses are a learned hash of the layer input into F_q^(d-1) (appendix "
     x_t = (floor s_1, ..., floor s_D)            the profile
 
 The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. The
-balance loss (balance.py) spreads addresses over all bins; what is read stands in selectors.py.
+balance loss spreads addresses over all bins; what is read stands in selectors.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.distributed import Share
+from smat.distributed.exchange import total
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.mixer import reset_children
@@ -218,3 +220,68 @@ class HashProjection(nn.Module):
             field_size = self.geometry.field_size
             last = field_size * (1 - 2 * torch.finfo(dtype).eps)
             return (field_size * torch.special.ndtr(z)).clamp(0, last)
+
+
+def balance_loss(
+    bin_position: Tensor,
+    field_size: int,
+    counted: Tensor | None = None,
+    share: Share | None = None,
+) -> Tensor:
+    """Measure how unevenly coordinates are used: 0 if evenly, log q if one bin takes all.
+
+    >>> balance_loss(torch.arange(5.0).view(1, 5, 1, 1), field_size=5)
+    tensor(0.)
+    >>> balance_loss(torch.zeros(1, 5, 1, 1), field_size=5).exp()
+    tensor(5.)
+
+    L_bal = 1/D sum_k sum_b p_kb log(q p_kb), p_kb the average over the counted tokens of the soft
+    mass 1 - f at the token's bin and f at the next (the last bin keeps both); averaged over heads.
+
+    `bin_position` is (B, T, H, D); `counted` (B, T) marks the tokens that count: distant ones, and
+    no padding. Without any, or at d = 1, the loss is 0. O(B T H D + H D q). Averages run over the
+    tokens of all ranks of a `share`, and the loss is that of all of them, on each.
+    """
+    heads, ambient_dim = bin_position.shape[-2:]
+    if counted is None:
+        counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
+    position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
+    lower = position.detach().floor()
+    beyond, weight = position - lower, counted.to(position.dtype)[..., None, None]
+    column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
+    bins = lower.nan_to_num(nan=0.0).long().clamp(0, field_size - 1)
+    mass = position.new_zeros(heads * ambient_dim * field_size)
+    for index, amount in ((bins, 1 - beyond), ((bins + 1).clamp(max=field_size - 1), beyond)):
+        where = (column * field_size + index).flatten()
+        mass = mass.index_add(0, where, (weight * amount).flatten())
+    count = weight.sum()
+    if share is not None:
+        mass, count = total(mass, share), total(count, share)
+    mean = mass / count.clamp(min=1)
+    # An empty bin has no part in the sum, and no infinite slope.
+    logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (mean * logs).sum() / max(1, heads * ambient_dim)
+
+
+def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:
+    """Return beta_bal at a training step: it falls linearly to 0, or never in 0 steps.
+
+    >>> [balance_weight(step) for step in (0, 500, 1000, 5000)]
+    [0.01, 0.005, 0.0, 0.0]
+    """
+    if step < 0 or anneal_steps < 0:
+        raise ValueError(f"steps must not be negative, got {step} and {anneal_steps}")
+    return weight if anneal_steps == 0 else weight * max(0.0, 1 - step / anneal_steps)
+
+
+def sum_balance_losses(model: nn.Module) -> Tensor | None:
+    """Add up the losses that routed layers of a model left after its last call; None without any.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> layer.balance_loss = torch.tensor(0.5)  # as memories, content routings and routers do
+    >>> sum_balance_losses(nn.Sequential(layer, nn.Linear(1, 1)))
+    tensor(0.5000)
+    """
+    losses = [getattr(module, "balance_loss", None) for module in model.modules()]
+    found = [loss for loss in losses if isinstance(loss, Tensor)]
+    return torch.stack(found).sum() if found else None

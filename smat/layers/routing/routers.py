@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo, with_past
-from smat.layers.routing.balance import balance_loss, distant_tokens
-from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.learned import LearnedRouting, balance_loss
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
 from smat.layers.short_convolution import last_inputs
 from smat.masks import SMatMask, TokenHash, agreeing_direction, type_through_cell
@@ -213,6 +212,38 @@ class ContentRouting(Router):
             query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
             routing = routing._replace(query_type=query_type, read_weight=read_weight)
         return routing, bin_position, state
+
+
+def distant_tokens(mask: SMatMask, call: CallInfo) -> Tensor:
+    """Mark the tokens that are distant for some query, and no padding: (B, T) bool.
+
+    >>> mask = SMatMask(seq_len=8, vc_dim=2, chunk_size=2, field_size=2)
+    >>> real = torch.tensor([[True, True, True, True, True, False]])
+    >>> distant_tokens(mask, CallInfo(1, 6, real.device, real)).int()
+    tensor([[1, 1, 1, 1, 0, 0]], dtype=torch.int32)
+
+    A row of real tokens that ends before the boundary has none.
+    """
+    token = torch.arange(call.length, device=call.device)
+    if call.share is not None:
+        limits = [mask.for_length(x.length).schedule.boundary_at(x.length - 1)
+                  if call.cu_seqlens is not None else mask.schedule.boundary_at(x.length - 1)
+                  for x in call.pieces()]  # fmt: skip
+        if call.rows is not None:
+            distant = call.positions() < torch.tensor(limits, device=call.device).unsqueeze(1)
+            return distant if call.real is None else distant & call.real
+        sizes = torch.tensor([x.stop - x.start for x in call.pieces()], device=call.device)
+        limit = torch.tensor(limits, device=call.device).repeat_interleave(sizes)
+        return (call.positions() < limit).expand(call.batch, -1)
+    if call.cu_seqlens is not None:
+        lengths = [each for each in call.num_tokens.tolist() if each]
+        marks = [token[:n] < mask.for_length(n).schedule.boundary_at(n - 1) for n in lengths]
+        return torch.cat(marks).unsqueeze(0)
+    if call.real is None:
+        return (token < mask.schedule.boundary_at(call.length - 1)).expand(call.batch, -1)
+    # n by the number of real tokens
+    after = F.pad(mask.boundaries(call.length, call.device), (1, 0))
+    return call.real & (token < after[call.real.sum(1)].unsqueeze(1))
 
 
 def neighbour_routings(

@@ -10,6 +10,7 @@ multiple of a large enough power of two: shares are cut there, and idle tokens s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -64,29 +65,28 @@ def _bucket(position: int, other: int, num_buckets: int) -> int:
     return min(max(0, (position ^ other).bit_length() - 1), num_buckets - 1)
 
 
-def merge_buckets(start: int, stop: int, num_buckets: int) -> Tensor:
-    """Say which buckets at one position become which at a later one, (buckets, buckets).
+def merge_buckets(start: int, stop: int, num_buckets: int) -> list[tuple[int, int]]:
+    """Say which buckets at one position become which at a later one: pairs (later, earlier).
 
-    >>> merge_buckets(3, 4, 4).argmax(0)
-    tensor([2, 2, 2, 3])
+    >>> merge_buckets(3, 4, 4)
+    [(2, 0), (2, 1), (2, 2), (3, 3)]
     """
-    merge = torch.zeros(num_buckets, num_buckets)
-    for bucket in range(num_buckets):
-        merge[max(bucket, _bucket(start, stop, num_buckets)) if start != stop else bucket, bucket] = 1
-    return merge
+    least = _bucket(start, stop, num_buckets)
+    return [(max(bucket, least), bucket) for bucket in range(num_buckets)]
 
 
 class _Part:
     """Some tokens of a rank: what they give alone, and what they do to the buckets before them."""
 
-    def __init__(self, tokens: LogLinearTokens, bounds: tuple[int, int, int], **options: Any) -> None:
+    def __init__(
+        self, tokens: LogLinearTokens, bounds: tuple[int, int, int], **options: Any
+    ) -> None:
         self.start, self.stop, idle = bounds
         self.num_buckets = max(1, tokens.level_weights.shape[-1] - 1)
         padded = tokens.each(lambda x: F.pad(x, (*[0, 0] * (x.ndim - 2), idle, 0)))
-        wide = chunks.compute_dtype(tokens.k, tokens.v)
+        out, wide = _alone(padded, **options), chunks.compute_dtype(tokens.k, tokens.v)
         scale, log_decay = options["scale"], tokens.log_decay
         if tokens.beta is None:
-            out, _ = log_linear_attention(*padded[:5], **options)
             gates = torch.zeros_like(tokens.v[..., 0]) if log_decay is None else log_decay
             gates = gates.double().clamp(min=FORGETS)
             later = F.pad(gates[:, 1:], (0, 0, 0, 1)).flip(1).cumsum(1).flip(1)
@@ -95,8 +95,6 @@ class _Part:
             self.queries = tokens.q.to(wide) * since * scale
             self.transition = since[:, -1].unsqueeze(-1)  # (B, H, 1, 1)
         else:
-            q, k, v, weights, gates, beta = padded
-            out, _ = log_linear_delta_rule(q, k, v, beta, weights, gates, **options)
             size = options["chunk_size"]
             given = (tokens.k.to(wide), tokens.beta, log_decay)
             self.keys = transport_keys(*given, chunk_size=size)
@@ -107,7 +105,7 @@ class _Part:
             assert product is not None
             self.transition = product
         self.out, self.v, self.weights = out[:, idle:], tokens.v.to(wide), tokens.level_weights
-        self.merge = merge_buckets(self.start, self.stop, self.num_buckets).to(self.keys)
+        self.merge = merge_buckets(self.start, self.stop, self.num_buckets)
 
     def written(self) -> Tensor:
         """Sum what the tokens write over the buckets at their end, (buckets, B, H, K, V)."""
@@ -146,28 +144,24 @@ def log_linear_over_ranks(
     the first one's buckets come in, and the last one's go on.
     """
     ends = (0, -1) if rows is not None and len(rows) > 1 else (0,)
-    pieces = [Piece(0, share.stop - share.start, share.start, share.total)] if rows is None else rows
+    pieces = (
+        [Piece(0, share.stop - share.start, share.start, share.total)] if rows is None else rows
+    )
     sides = []
     for at in ends:
-        piece, length = pieces[at], pieces[at].stop - pieces[at].start
         some = slice(None) if rows is None else slice(at, at + 1 or None)
-        mine = tokens.each(lambda x, some=some, length=length: x[some, :length])
-        sides.append([
-            _Part(mine.each(lambda x, a=a, b=b: x[:, a - piece.offset : b - piece.offset]),  # noqa: B023
-                  (a, b, idle), **options)
-            for a, b, idle in aligned_parts(piece.offset, piece.end)
-        ])  # fmt: skip
+        sides.append(
+            _cut_parts(tokens.each(partial(_take, slice(None), some)), pieces[at], options)
+        )
     first, last = sides[0], sides[-1]
     zeros = torch.zeros_like(last[0].written())
     written, step = zeros, None
     for part in last:
         written = part.go_on(written)
         step = part.transition if step is None else _after(part.transition, step)
-    merge = None
+    merge: list[tuple[int, int]] = []
     if first is last and pieces[0].offset > 0:
-        merge = merge_buckets(pieces[0].offset, pieces[0].end, len(zeros)).to(zeros)
-    if rows is None and merge is None:
-        merge = torch.zeros(len(zeros), len(zeros), device=zeros.device)
+        merge = merge_buckets(pieces[0].offset, pieces[0].end, len(zeros))
     (before,), link = scan([Carry(written, step, merge, tuple(zeros.shape))], share, written)
     before = before * (pieces[0].offset > 0)
     answers, buckets = [], before
@@ -181,6 +175,18 @@ def log_linear_over_ranks(
         out = torch.cat([out, _alone(others, **options)])
     count = torch.full((len(out),), pieces[-1].end, dtype=torch.long, device=out.device)
     return out, LogLinearState(buckets.movedim(0, 2), count)
+
+
+def _cut_parts(tokens: LogLinearTokens, piece: Piece, options: dict[str, Any]) -> list[_Part]:
+    parts = []
+    for bounds in aligned_parts(piece.offset, piece.end):
+        time = slice(bounds[0] - piece.offset, bounds[1] - piece.offset)
+        parts.append(_Part(tokens.each(partial(_take, time, slice(None))), bounds, **options))
+    return parts
+
+
+def _take(time: slice, rows: slice, x: Tensor) -> Tensor:
+    return x[rows, time]
 
 
 def _after(later: Tensor, earlier: Tensor) -> Tensor:

@@ -11,9 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
 from smat.masks import BoundarySchedule
 
 OLDER = -1  # the keys before the first open edge
@@ -43,7 +40,9 @@ class CarriedGroups(NamedTuple):
         if position == 0:
             return cls()
         first, newest = schedule.segment_index(position), schedule.edge_index(position)
-        edges = tuple(range(first, newest + 1))
+        edges = tuple(
+            each for each in range(first, newest + 1) if schedule.segment_boundary(each) < position
+        )  # behind one that opens here no key stands yet
         later = tuple(each for each in edges if _is_distant_later(schedule, each, length, goes_on))
         older = (OLDER,) if schedule.segment_boundary(first) > 0 else ()
         return cls(
@@ -68,20 +67,15 @@ def keys_of(schedule: BoundarySchedule, group: int, begin: int, end: int) -> sli
     return slice(start - begin, max(start, stop) - begin)
 
 
-def merge_groups(before: Sequence[int], behind: Sequence[int], first: int) -> Tensor:
+def merge_groups(before: Sequence[int], behind: Sequence[int], first: int) -> list[tuple[int, int]]:
     """Say which groups at one position become which at a later one, whose first edge is given.
 
-    >>> merge_groups((-1, 1, 2), (-1, 2, 3), first=2).int()
-    tensor([[1, 1, 0],
-            [0, 0, 1],
-            [0, 0, 0]], dtype=torch.int32)
+    >>> merge_groups((-1, 1, 2), (-1, 2, 3), first=2)
+    [(0, 0), (0, 1), (1, 2)]
     """
-    merge = torch.zeros(len(behind), len(before))
-    for column, group in enumerate(before):
-        target = group if group >= first else OLDER
-        if target in behind:
-            merge[behind.index(target), column] = 1
-    return merge
+    later = [group if group >= first else OLDER for group in before]
+    pairs = enumerate(later)
+    return [(behind.index(group), number) for number, group in pairs if group in behind]
 
 
 class Reader(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smat.distributed import share_of
+from smat.distributed import active_share, open_contexts
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend
 from smat.ops.feature_maps import FeatureMap, repeat_heads, split_feature_map
@@ -93,7 +93,7 @@ def smat_attention(
     gates = Gates(log_decay, key_gate)
     routing = Routing(profile, query_type, write_weight, read_weight)
     _check(q, k, v, mask, gates, routing, branch, decay_scope, backend)
-    share = share_of(group, k)
+    share = active_share(k, group) if open_contexts or group is not None else None
     if positions is not None:
         check.check_positions(positions, k)
         positions = positions.long()
