@@ -4,9 +4,9 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=host:29400 \\
         examples/byte_model_ranks.py novel.txt --context-ranks 8
 
-All ranks hold a part of every parameter (FSDP2). `--context-ranks` of them hold a sequence together,
-all unless told, and the others take other sequences. Start it again with the same command, on any
-number of ranks, and it goes on from its last checkpoint in --out.
+All ranks hold a part of every parameter (FSDP2). `--context-ranks` of them hold a sequence
+together, all unless told, and the others take other sequences. Start it again with the same
+command, on any number of ranks, and it goes on from its last checkpoint in --out.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import contextlib
 import os
 import shlex
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +20,13 @@ from rich.table import Table
 
 from smat.data.shards import DATA_VARIABLE
 from smat.experiments.display import Display
-from smat.experiments.engine import Engine, Outcome, SerialEngine, run_all
+from smat.experiments.engine import (
+    Engine,
+    Outcome,
+    SerialEngine,
+    is_first_process,
+    run_all,
+)
 from smat.experiments.parallel import ProcessEngine, RayEngine
 from smat.experiments.store import ROOT, Store
 from smat.experiments.tables import EXPERIMENTS, find_experiment
@@ -39,6 +47,7 @@ def examples(*commands: str) -> str:
 
 EngineName = Literal["local", "ray"]
 PrecisionName = Literal["fp32", "bf16"]
+StrategyName = Literal["ddp", "fsdp"]
 PRECISIONS: dict[PrecisionName, str] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
@@ -65,6 +74,7 @@ def list_experiments(out: Out = ROOT) -> None:
         "smat run subset-routing --preset paper --seeds 0,1,2 --only 'smat_d*' --only k=2 --jobs 2",
         "smat run mqar --preset standard --engine ray --device cuda --out /shared/experiments",
         "smat run pg19-bytes --preset standard --data pg19 --only kept",
+        "smat run pg19-bytes --preset standard --data pg19 --strategy fsdp --devices 8",
     )
     + "\n\nFinished runs are never repeated, interrupted ones go on where they were: run the same "
     "command."
@@ -83,6 +93,15 @@ def run(
     precision: Annotated[
         PrecisionName | None, typer.Option(help="Of training (the preset's, fp32).")
     ] = None,
+    strategy: Annotated[
+        StrategyName | None, typer.Option(help="Of several devices: copies, or sharded (ddp).")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Processes to a run on this machine (1).")
+    ] = None,
+    accumulate: Annotated[
+        int | None, typer.Option(min=1, help="Parts of a device's batch, one after the other (1).")
+    ] = None,
     data: Annotated[
         Path | None,
         typer.Option(help="What `smat data prepare` wrote, for text (that of SMAT_DATA)."),
@@ -94,12 +113,19 @@ def run(
     ] = False,
 ) -> None:
     """Make the runs of an experiment that are not finished, and print its table."""
-    experiment, console = find_experiment(name), Console(stderr=True)
+    experiment, is_first = find_experiment(name), is_first_process()
+    console = Console(stderr=True, quiet=not is_first)
+    if devices is not None and "RANK" not in os.environ:
+        raise typer.Exit(start_processes(devices))
+    if devices is None and strategy is not None and "RANK" not in os.environ:
+        raise ValueError(f"strategy {strategy} needs --devices, or torchrun around the command")
     store = Store(out, use_shipped=use_shipped)
     if data is not None:
         os.environ[DATA_VARIABLE] = str(data.absolute())  # the processes of runs read it too
     if precision is not None:
-        experiment = experiment.with_precision(PRECISIONS[precision])
+        experiment = experiment.with_training(precision=PRECISIONS[precision])
+    if accumulate is not None:
+        experiment = experiment.with_training(accumulate=accumulate)
     runs = experiment.choose(preset, parse_seeds(seeds), only or ())
     for each in runs:
         each.task.source()  # what is missing is said once, and before anything is begun
@@ -109,7 +135,10 @@ def run(
     outcomes: list[Outcome] = []
     if to_make:
         made_by = _engine(engine, jobs, device)
-        if again:
+        if "RANK" in os.environ:  # the processes make the same runs, whatever others finish
+            again, count = True, int(os.environ["LOCAL_WORLD_SIZE"])
+            made_by = SerialEngine(device, strategy or "ddp", count)
+        if again and is_first and "RANK" not in os.environ:
             store.set_aside(to_make)  # so that the command to go on knows what is left
         with (
             Display(to_make, console) as display,
@@ -118,6 +147,8 @@ def run(
             for outcome in run_all(to_make, store, made_by, display.progressed, should_stop, again):
                 outcomes.append(outcome)
                 display.ended(outcome)
+    if not is_first:
+        raise typer.Exit(0)
     from smat.report.page import print_table
 
     roots = store.roots if use_shipped else [out]
@@ -136,6 +167,9 @@ def run(
         words += ["--engine", engine] if engine != "local" else []
         words += ["--device", device] if device != "auto" else []
         words += ["--precision", precision] if precision is not None else []
+        words += ["--strategy", strategy] if strategy is not None else []
+        words += ["--devices", str(devices)] if devices is not None else []
+        words += ["--accumulate", str(accumulate)] if accumulate is not None else []
         words += ["--data", str(data)] if data is not None else []
         words += ["--use-shipped"] if use_shipped and not again else []
         words += ["--out", str(out)] if out != ROOT else []
@@ -183,6 +217,13 @@ def report(
     from smat.report.page import write_report
 
     typer.echo(f"Report: {write_report(out, Store(out).roots)}")
+
+
+def start_processes(count: int) -> int:
+    """Start this command again in so many processes, and return what they return."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [*launcher, f"--nproc_per_node={count}", "-m", "smat", *sys.argv[1:]]
+    return subprocess.call(command)
 
 
 def parse_seeds(text: str | None) -> list[int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -80,22 +81,31 @@ def attempt(
     device: str,
     on_progress: Callable[[Progress], None],
     should_stop: ShouldStop,
+    strategy: str = "auto",
+    num_devices: int = 1,
 ) -> Outcome:
-    """Make a run in this process, or go on with it; whatever goes wrong becomes one line."""
+    """Make a run in this process, or go on with it; whatever goes wrong becomes one line.
+
+    Of several processes, one to a device, the first keeps the folder and the record.
+    """
     keep_freed_memory()
     try:
         if should_stop():
             raise Interrupted(0)
-        with claim(folder):
-            sign_folder(run, folder)
+        with claim(folder) if is_first_process() else contextlib.nullcontext():
+            if is_first_process():
+                sign_folder(run, folder)
             # Before the model, whose building may take products that bf16 must be guarded in.
-            fabric = make_fabric(device, run.training.precision)
+            options = {"strategy": strategy, "num_devices": num_devices}
+            fabric = make_fabric(device, run.training.precision, **options)  # type: ignore[arg-type]
             torch.manual_seed(seed_of("model", run.seed))
             result = train(
                 run.model.build(run.task), run.task, run.training, folder, seed=run.seed,
                 on_progress=on_progress, should_stop=should_stop, fabric=fabric,
+                sharded=strategy == "fsdp",
             )  # fmt: skip
-            return Outcome(run, "finished", make_record(run, result, str(fabric.device)))
+            record = make_record(run, result, str(fabric.device)) if is_first_process() else None
+            return Outcome(run, "finished", record)
     except Interrupted as stop:
         return Outcome(run, "stopped", message=str(stop))
     except BusyError as error:
@@ -113,11 +123,18 @@ def attempt(
         return Outcome(run, "failed", message=message)
 
 
+def is_first_process() -> bool:
+    """Whether this is the only process of a run, or the first that torchrun has started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @dataclass
 class SerialEngine:
     """One run after another, in this process."""
 
     device: str = "auto"
+    strategy: str = "auto"
+    num_devices: int = 1
 
     def __call__(
         self, runs: Iterable[Run], store: Store, on_progress: OnProgress, should_stop: ShouldStop
@@ -126,7 +143,8 @@ class SerialEngine:
             if should_stop():
                 return
             tell = partial(on_progress, run)
-            yield attempt(run, store.folder(run), self.device, tell, should_stop)
+            devices = self.strategy, self.num_devices
+            yield attempt(run, store.folder(run), self.device, tell, should_stop, *devices)
 
 
 def now_and_then(ask: Callable[[], bool], seconds: float) -> Callable[[], bool]:

@@ -25,7 +25,7 @@ from smat.tasks.task import Task
 from smat.training import TrainingConfig
 
 HOMES = ("smat.tasks.", "smat.models.")  # configurations that need no module in their name
-CHANGES_NOTHING = {"training": {"checkpoint_seconds"}}
+CHANGES_NOTHING = {"training": {"checkpoint_seconds", "accumulate"}}
 Seeds = Sequence[int] | None
 
 
@@ -157,12 +157,12 @@ class Experiment:
 
         return cls(arms=arms, presets=lines, runs=runs, **fields)
 
-    def with_precision(self, precision: str) -> Experiment:
-        """Return the experiment with all runs in another precision, such as "bf16-mixed"."""
+    def with_training(self, **changes: Any) -> Experiment:
+        """Return the experiment with all runs trained otherwise, as precision="bf16-mixed"."""
 
         def runs(preset: str, seeds: Seeds) -> list[Run]:
             made = self.runs(preset, seeds)
-            trainings = [run.training.changed(precision=precision) for run in made]
+            trainings = [run.training.changed(**changes) for run in made]
             return [Run(**dict(r) | {"training": t}) for r, t in zip(made, trainings, strict=True)]
 
         return replace(self, runs=runs)

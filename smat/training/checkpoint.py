@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from smat.extras import require
 
@@ -133,12 +133,12 @@ def remove_checkpoints(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def save_weights(folder: Path, model: nn.Module) -> None:
+def save_weights(folder: Path, state: Mapping[str, Any]) -> None:
     """Write final weights as safetensors; tied weights are written under each of their names."""
     safetensors = require("safetensors.torch", extra="train")
     weights = {
         name: weight.detach().cpu().clone().contiguous()
-        for name, weight in model.state_dict().items()
+        for name, weight in state.items()
         if isinstance(weight, Tensor)
     }
     write_atomically(folder / WEIGHTS, safetensors.save(weights))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from smat.extras import require
 from smat.machine import guard_bfloat16
@@ -15,6 +18,9 @@ if TYPE_CHECKING:
     from lightning.fabric import Fabric
 
 
+PATIENCE = 50  # seconds with a process that says nothing
+
+
 def make_fabric(
     device: str = "auto",
     precision: str = "32-true",
@@ -22,9 +28,14 @@ def make_fabric(
     strategy: str = "auto",
     num_devices: int = 1,
 ) -> Fabric:
-    """Build and launch a Fabric on "auto", "cpu", "cuda" or one device such as "cuda:1"."""
+    """Build and launch a Fabric on "auto", "cpu", "cuda" or one device such as "cuda:1".
+
+    With "fsdp" every process has a Fabric of its own device, and `Trainer` shards the model.
+    """
     fabric = require("lightning.fabric", extra="train")
     kind, index = parse_device(device)
+    if strategy == "fsdp":
+        strategy, index, num_devices = "auto", _join(kind), 1
     if kind == "cpu":
         keep_freed_pages()  # a step's temporaries are those of the step before
         if precision.startswith("bf16"):
@@ -39,6 +50,14 @@ def make_fabric(
     made = fabric.Fabric(accelerator=kind, devices=devices, precision=precision, strategy=strategy)
     made.launch()
     return made
+
+
+def _join(kind: str) -> int | None:
+    """Join the group of all processes that torchrun has started; the index of the own device."""
+    if not dist.is_initialized():
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(seconds=PATIENCE))
+    return int(os.environ.get("LOCAL_RANK", "0")) if kind == "cuda" else None
 
 
 def parse_device(device: str) -> tuple[str, int | None]:

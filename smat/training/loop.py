@@ -16,6 +16,7 @@ from smat.tasks.task import Task
 from smat.training.checkpoint import explain_full_disk, save_weights
 from smat.training.fabric import make_fabric
 from smat.training.recipe import TrainingConfig, learning_rate
+from smat.training.sharding import whole
 from smat.training.trainer import Progress, Trainer
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def train(
     on_progress: OnProgress | None = None,
     should_stop: Callable[[], bool] | None = None,
     fabric: Fabric | None = None,
+    sharded: bool = False,
 ) -> dict[str, Any]:
     """Train a model, from the folder's checkpoint if there is one, and score it.
 
@@ -54,12 +56,14 @@ def train(
     log. A run that was killed and is started again with the same arguments ends in the same
     weights, bit for bit on as many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
-    A `fabric` brings another strategy or several devices, each of which takes some of a batch.
+    A `fabric` brings another strategy or several devices, each of which takes some of a batch; with
+    `sharded` each process that torchrun started holds a part of every parameter (FSDP2).
     """
     folder = Path(folder)
-    trainer = Trainer(fabric or make_fabric(device, config.precision), model, task, config, seed)
+    fabric = fabric or make_fabric(device, config.precision)
+    trainer = Trainer(fabric, model, task, config, seed, sharded)
     message = trainer.resume(folder)
-    is_first = trainer.fabric.is_global_zero
+    is_first = trainer.rank == 0
     if on_progress is not None:
         on_progress(trainer.progress(message))
     if trainer.step < config.steps:
@@ -69,8 +73,9 @@ def train(
     first, *further = task.scored_splits
     found = trainer.evaluate(first)
     found.by_cell.update({split: trainer.evaluate(split).accuracy for split in further})
+    weights = whole(trainer.model.state_dict())
     if is_first:
-        save_weights(folder, trainer.model)
+        save_weights(folder, weights)
     trainer.curve[-1][2] = found.accuracy
     return {
         **asdict(found),
@@ -101,8 +106,10 @@ def _take_steps(
         if on_progress is not None and now - last_told >= PROGRESS_SECONDS:
             on_progress(trainer.progress())
             last_told = now
-        stop = should_stop is not None and should_stop()
-        if stop or trainer.step == config.steps or now - last_save >= config.checkpoint_seconds:
+        stop, save = trainer.agree(
+            should_stop is not None and should_stop(), now - last_save >= config.checkpoint_seconds
+        )
+        if stop or save or trainer.step == config.steps:
             trainer.save(folder)
             last_save = now
         if stop and trainer.step < config.steps:

@@ -37,6 +37,7 @@ class TrainingConfig(pydantic.BaseModel):
     eval_every: NonNegativeInt = 0  # steps between validations; 0: none before the end
     balance_weight: NonNegativeFloat = 0.0  # of the model's balance loss, at the start
     balance_anneal: NonNegativeInt = 1000  # steps over which it falls to 0; 0: it stays
+    accumulate: PositiveInt = 1  # parts of a device's batch whose gradients are added up
     checkpoint_seconds: NonNegativeFloat = 60.0  # between checkpoints; it changes no weight
 
     def changed(self, **changes: Any) -> TrainingConfig:

@@ -38,6 +38,11 @@ def whole(state: Any) -> Any:
     return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, state)
 
 
+def own_part(x: Tensor | None) -> Tensor | None:
+    """Return what this rank holds of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
 def load_whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, weights: Any, moments: Any
 ) -> None:
@@ -49,6 +54,7 @@ def load_whole(
         for name, x in own.items():
             x.copy_(_like(weights[name], x))
     optimizer.load_state_dict(moments)
+    optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric around it
     for parameter, state in optimizer.state.items():
         for name, x in state.items():
             if isinstance(x, Tensor) and x.shape == parameter.shape and x.ndim:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from smat.layers import balance_weight
 from smat.tasks.task import Task, seed_of
 from smat.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from smat.training.recipe import TrainingConfig, learning_rate, make_optimizer
+from smat.training.sharding import load_whole, own_part, shard, whole
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -82,13 +84,18 @@ class Trainer:
     """A model, its optimiser and how far they are: what a checkpoint holds."""
 
     def __init__(
-        self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int
-    ) -> None:
-        if config.batch_size % fabric.world_size:
-            count = f"a batch of {config.batch_size} does not divide over {fabric.world_size}"
-            raise ValueError(f"{count} devices")
+        self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int,
+        sharded: bool = False,
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self.sharded = fabric.global_rank, fabric.world_size, sharded
+        if sharded:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        parts = self.size * config.accumulate
+        if config.batch_size % parts:
+            count = f"a batch of {config.batch_size} does not divide over {self.size} devices"
+            raise ValueError(count + f" in {config.accumulate} parts" * (config.accumulate > 1))
         self.fabric, self.task, self.config, self.seed = fabric, task, config, seed
-        self.model = model.to(fabric.device)
+        self.model = shard(model.to(fabric.device)) if sharded else model.to(fabric.device)
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
         self.step = 0
         self.seconds = 0.0  # spent in this process and in those that a kill ended
@@ -109,8 +116,7 @@ class Trainer:
             self._seed()
             return None
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_whole(self.model, self.optimizer, state["model"], state["optimizer"])
         except (RuntimeError, ValueError) as error:
             message = f"the checkpoint in {folder} is of another model or optimiser; train in "
             message += f"another folder, or delete this one: rm -r {folder}"
@@ -122,23 +128,24 @@ class Trainer:
         self.num_tokens = state.get("num_tokens", 0)
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
         self.curve, self.accuracy = state["curve"], state["accuracy"]
-        if self.fabric.global_rank:  # the checkpoint has the generators of the first device
+        if self.rank:  # the checkpoint has the generators of the first device
             self._seed()
-        self._num_looked_at = self.step
+        self._num_looked_at = self.step * self.config.accumulate
         return message
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint, from the first device; a loss that is no number is never kept."""
         self.look()
-        if self.fabric.is_global_zero:
+        weights, moments = whole(self.model.state_dict()), whole(self.optimizer.state_dict())
+        if self.rank == 0:
             random = {"cpu": torch.get_rng_state()}
             if self.is_cuda:
                 random["cuda"] = torch.cuda.get_rng_state(self.fabric.device)
             state = {
                 "step": self.step, "seconds": self.seconds, "num_tokens": self.num_tokens,
                 "loss_sum": self.loss_sum, "loss_count": self.loss_count, "curve": self.curve,
-                "accuracy": self.accuracy, "model": self.model.state_dict(),
-                "optimizer": self.optimizer.state_dict(), "random": random,
+                "accuracy": self.accuracy, "model": weights, "optimizer": moments,
+                "random": random,
             }  # fmt: skip
             save_checkpoint(folder, state)
 
@@ -146,22 +153,28 @@ class Trainer:
         """Change the weights once, by the batch that the step's number names."""
         batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
         self.num_tokens += next(iter(batch.inputs.values())).shape[:2].numel()
-        mine = slice(self.fabric.global_rank, None, self.fabric.world_size)
-        batch = batch.select(mine).to(self.fabric.device)
+        batch = batch.select(slice(self.rank, None, self.size)).to(self.fabric.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
-        outputs = self.wrapped(rows=batch.rows, **batch.inputs)
-        loss = self.task.loss(outputs, batch)
-        total = self.with_balance(loss)
-        self._recent += (loss.detach(), total.detach())
-        if len(self._recent) >= 2 * self.look_every:
-            self.look()  # before the last gradients are gone, which an error tells of
-        self.optimizer.zero_grad(set_to_none=True)
-        self.fabric.backward(total)
+        parts = list(batch.split(len(batch.rows) // self.config.accumulate))
+        for number, part in enumerate(parts):
+            waits = self.size > 1 and not self.sharded and number + 1 < len(parts)
+            with self.fabric.no_backward_sync(self.wrapped, enabled=waits):
+                loss = self.task.loss(self.wrapped(rows=part.rows, **part.inputs), part)
+                total = self.with_balance(loss)
+                self._recent += (loss.detach(), total.detach())
+                if number == 0:
+                    if len(self._recent) > 2 * (self.look_every - 1) * len(parts):
+                        self.look()  # before the last gradients are gone, which an error tells of
+                    self.optimizer.zero_grad(set_to_none=True)
+                self.fabric.backward(total / len(parts))
         if self.config.clip is not None:
-            self.gradient_norm = self.fabric.clip_gradients(
-                self.wrapped, self.optimizer, max_norm=self.config.clip, error_if_nonfinite=False
-            )
+            self.gradient_norm = whole(
+                self.fabric.clip_gradients(
+                    self.wrapped, self.optimizer, max_norm=self.config.clip,
+                    error_if_nonfinite=False,
+                )
+            )  # fmt: skip
         self.optimizer.step()
         self.step += 1
 
@@ -173,10 +186,18 @@ class Trainer:
         self._recent.clear()
         for loss, total in pairs:
             if not math.isfinite(total):
-                raise self._non_finite_loss(total, self._num_looked_at)
+                raise self._non_finite_loss(total, self._num_looked_at // self.config.accumulate)
             self._num_looked_at += 1
             self.loss_sum += loss
             self.loss_count += 1
+
+    def agree(self, *wishes: bool) -> list[bool]:
+        """Return what any of the devices wishes: all of them must do the same."""
+        if self.size == 1:
+            return list(wishes)
+        flags = torch.tensor(wishes, dtype=torch.int32, device=self.fabric.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in flags.tolist()]
 
     def mean_loss(self) -> float | None:
         """Return the mean training loss since the last point of the curve."""
@@ -207,9 +228,9 @@ class Trainer:
         rate = learning_rate(step, self.config)
         message = f"the loss is {loss} at step {step} (learning rate {rate:.3g})"
         gradients = {
-            name: parameter.grad.abs().max().item()
+            name: grad.abs().max().item()
             for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None and parameter.grad.numel()
+            if (grad := own_part(parameter.grad)) is not None and grad.numel()
         }
         if not gradients:
             message += ", before any gradient: the model or its input is off"
@@ -223,6 +244,6 @@ class Trainer:
         return NonFiniteLossError(message)
 
     def _seed(self) -> None:
-        rank = self.fabric.global_rank
+        rank = self.rank
         parts = ("training", self.seed, rank, self.step) if rank else ("training", self.seed)
         torch.manual_seed(seed_of(*parts))

@@ -58,7 +58,9 @@ def test_other_settings_are_another_run(store):
 
 
 def test_another_precision_is_another_run_with_a_record_of_its_own(store):
-    (bf16,) = tiny_table.PARITY.with_precision("bf16-mixed").choose("quick", [0], ["narrow", "T=4"])
+    (bf16,) = tiny_table.PARITY.with_training(precision="bf16-mixed").choose(
+        "quick", [0], ["narrow", "T=4"]
+    )
     assert bf16.key != RUN.key
     store.write(RUN, make_record(RUN, RESULT, "cpu"))
     store.write(bf16, make_record(bf16, RESULT | {"accuracy": 80.0}, "cpu"))

@@ -10,6 +10,7 @@ import torch
 from tiny import Parity, TinyConfig
 
 from smat.training import TrainingConfig, load_weights, train
+from smat.training.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.slow
 
@@ -19,21 +20,28 @@ CONFIG = TrainingConfig(steps=20, batch_size=8, learning_rate=1e-2, eval_every=1
 SCRIPT = """
 import sys
 import test_distributed as here
+from smat.training import Interrupted
 from smat.training.fabric import make_fabric
 
-fabric = make_fabric("cpu", strategy="ddp", num_devices=2)
-here.fit(sys.argv[1], fabric=fabric)
+strategy, folder, steps, parts = sys.argv[1:]
+fabric = make_fabric("cpu", strategy=strategy, num_devices=2)
+try:
+    here.fit(folder, int(steps), int(parts), fabric=fabric, sharded=strategy == "fsdp")
+except Interrupted:
+    pass
 """
 
 
-def fit(folder, **options):
+def fit(folder, stop_after=20, accumulate=1, **options):
     torch.manual_seed(0)
     model = TinyConfig(dropout=0.0).build(Parity())  # dropout is drawn by each process for itself
-    return train(model, Parity(), CONFIG, folder, seed=1, **options)
+    config, taken = CONFIG.changed(accumulate=accumulate), iter(range(1, 21))
+    stops = {"should_stop": lambda: next(taken) == stop_after}
+    return train(model, Parity(), config, folder, seed=1, **stops, **options)
 
 
-def test_two_processes_reach_the_weights_of_one(tmp_path):
-    script = tmp_path / "script.py"
+def fit_with_two(strategy, folder, steps, parts):
+    script = folder.parent / "script.py"
     script.write_text(SCRIPT)
     folders = [ROOT, ROOT / "tests" / "experiments", Path(__file__).parent]
     environment = os.environ | {
@@ -42,14 +50,33 @@ def test_two_processes_reach_the_weights_of_one(tmp_path):
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*command, str(script), str(tmp_path / "two")],
+        [*command, str(script), strategy, str(folder), str(steps), str(parts)],
         env=environment, capture_output=True, text=True, check=False, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    fit(tmp_path / "one", device="cpu")
-    one, two = load_weights(tmp_path / "one"), load_weights(tmp_path / "two")
+
+
+def assert_same_weights(folder, other):
+    one, two = load_weights(folder), load_weights(other)
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+def test_two_processes_reach_the_weights_of_one(strategy, parts, tmp_path):
+    fit_with_two(strategy, tmp_path / "two", 20, parts)
+    fit(tmp_path / "one", device="cpu")
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_one_process_goes_on_where_two_have_stopped(strategy, tmp_path):
+    fit_with_two(strategy, tmp_path / "two", 7, 1)
+    state, _ = load_checkpoint(tmp_path / "two")
+    assert state["step"] == 7
+    fit(tmp_path / "two", device="cpu")
+    fit(tmp_path / "one", device="cpu")
+    assert_same_weights(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
