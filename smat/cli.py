@@ -18,6 +18,7 @@ from smat.experiments.cli import examples
 from smat.masks.boundary import BoundarySchedule
 from smat.masks.mask import SMatMask, SMatWarning
 from smat.report.figures import mask_figure, save_figure
+from smat.report.rank_costs import RankCosts, longest_rows, sent_rows
 from smat.report.terminal_tables import geometry_row, rows_table
 
 app = typer.Typer(
@@ -125,6 +126,31 @@ def geometry(
         f"batch {batch}, {dtype} (1 MB = 10^6 bytes).\n"
         f"VC = d: yes where the proof applies, for d > 1 that is P <= n and 2B <= m."
     )
+
+
+@app.command(epilog=examples("smat ranks", "smat ranks --seq-len 10000000 --ranks 64"))
+def ranks(
+    seq_len: Annotated[
+        list[int] | None, typer.Option(help="Tokens of all ranks (10^6, 10^7, 10^8).")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="Devices that hold a sequence together (8, 1024).")
+    ] = None,
+    heads: Annotated[int, typer.Option(help="Heads on a device.")] = 16,
+    key_dim: Annotated[int, typer.Option(help="Width of queries and keys.")] = 64,
+    value_dim: Annotated[int, typer.Option(help="Width of values.")] = 64,
+    layers: Annotated[int, typer.Option(help="Layers, whose inputs are kept.")] = 24,
+    memory: Annotated[float, typer.Option(help="GB of a device.")] = 80.0,
+) -> None:
+    """Print, on paper, what ranks that hold a sequence together send, and how long it may be."""
+    costs = RankCosts(heads, key_dim, value_dim, layers, 1e9 * memory)
+    counts = ranks or [8, 1024]
+    console = Console(width=TABLE_WIDTH, highlight=False)
+    title = "Sent by a rank, in one layer, forward and backward"
+    rows = sent_rows(costs, seq_len or [10**6, 10**7, 10**8], counts)
+    console.print(rows_table(title, rows, "seq_len"))
+    title = f"The longest sequence in {memory:g} GB a device, in training"
+    console.print(rows_table(title, longest_rows(costs, counts), "ranks"))
 
 
 def _schedule(

@@ -1,6 +1,7 @@
 """The commands print what they promise, and an error is one line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -159,3 +160,20 @@ def test_help_shows_examples(capsys, command):
     assert status == 0
     assert "Examples" in out
     assert f"smat {command} --seq-len" in out
+
+
+def test_costs_of_ranks_are_printed_as_the_documentation_has_them(capsys):
+    assert main(["ranks"]) == 0
+    printed = capsys.readouterr().out
+    page = (Path(__file__).parents[1] / "docs" / "ranks.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| 1") and "MB" in line]
+    assert len(rows) == 4
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert any(
+            [cell.strip() for cell in line.strip("│").split("│")] == cells
+            for line in printed.splitlines()
+        ), row
+    for length in ("5,200,000", "3,500,000", "660,000,000", "460,000,000", "18,000,000"):
+        assert length in printed
+        assert length in page

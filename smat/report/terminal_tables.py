@@ -38,7 +38,9 @@ HEADINGS = {
     "causal_branch": "causal branch",
     "fraction_of_gemm": "fraction", "whole_op_fraction_of_gemm": "whole op, d = 1",
     "why": "why", "ranks": "ranks", "rank": "rank", "sent_bytes": "sent", "ring": "ring (ms)",
-    "formula_bytes": "formula", "log_steps": "log steps (ms)",
+    "d1_bytes": "d = 1", "d2_bytes": "d = 2", "d3_bytes": "d = 3", "d4_bytes": "d = 4",
+    "gathered_bytes": "all states\ngathered", "ring_bytes": "ring attention",
+    "in_tables": "of it tables", "formula_bytes": "formula", "log_steps": "log steps (ms)",
 }  # fmt: skip
 MILLISECONDS = ("median", "low", "high", "slowest")
 

@@ -279,3 +279,22 @@ def test_layers_that_are_wrong_are_not_timed(capsys, tmp_path, monkeypatch):
     assert result is None
     assert "Mamba-2" in error
     assert "nothing was timed" in error
+
+
+@pytest.mark.slow
+def test_ranks_send_what_the_formula_says_and_hold_less_than_one(capsys, tmp_path):
+    sizes = ["--seq-len", "16384", "--heads", "4", "--key-dim", "16", "--value-dim", "16"]
+    status, _, error, result = run(capsys, tmp_path, "ranks", *sizes, "--repeats", "1")
+    assert status == 0, error
+    by_ranks = {row["ranks"]: row["peak_extra_bytes"] for row in result["rows"]}
+    assert by_ranks[4] < 0.5 * by_ranks[1]
+    assert all(row["sent_bytes"] == row["formula_bytes"] for row in result["rows"])
+
+
+@pytest.mark.slow
+def test_ranks_under_a_window_send_what_the_formula_says(capsys, tmp_path):
+    sizes = ["--seq-len", "4096", "--heads", "2", "--key-dim", "8", "--value-dim", "8"]
+    more = ["--window-step", "512", "--ranks", "2", "--ranks", "4", "--repeats", "1"]
+    status, _, error, result = run(capsys, tmp_path, "ranks", *sizes, *more)
+    assert status == 0, error
+    assert {row["ranks"] for row in result["rows"]} == {2, 4}
