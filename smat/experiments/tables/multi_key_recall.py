@@ -25,8 +25,8 @@ is the argmax of a linear map of the answer row's queries behind the convolution
 straight through. Mamba-2 + SMat is the additive memory with four learned reads, and with the \
 settings that we found to learn: no decay of the memory, values without the step, gates at 0.5, a \
 hash that starts as the token before and a scorer aligned with it, the gradient of neighbouring \
-bins, and before the scorer a convolution over the k tokens of a request, which starts as their \
-sum (none for k = 1); the rows "as the text" have none of these. Answer rows are the same in all \
+bins, and before the scorer a convolution of width 3, which starts as the sum of the k tokens of \
+a request; the rows "as the text" have none of these. Answer rows are the same in all \
 examples, and only they are computed behind keys and values. The accuracy is that of 2,048 fresh \
 queries. The paper trains in bf16; here training is in fp32 unless `--precision bf16` asks for \
 it, which brings no speed on a CPU."""
@@ -105,10 +105,11 @@ def rows(size: Size, task: MultiKeyRecall) -> dict[str, Arm]:
                 vc_dim=d,
                 settings=settings,
                 selector_conv=selector_conv,
+                request_tokens=request_tokens,
             )
-            for suffix, how, settings, selector_conv in (
-                ("", "", "default", task.num_keys if task.num_keys > 1 else 0),
-                ("_text", ", as the text", "paper", 0),
+            for suffix, how, settings, selector_conv, request_tokens in (
+                ("", "", "default", 3, task.num_keys),
+                ("_text", ", as the text", "paper", 0, 1),
             )
             for d in (2, 3, 4)
         },
