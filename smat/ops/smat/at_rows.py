@@ -78,7 +78,8 @@ def attend_few(
 def _map(name: str, x: Tensor) -> Tensor:
     """Apply a pointwise map in a form that autograd differentiates as the op does, at 0 too."""
     if name == "elu":
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        positive = x.relu()  # x - positive is min(x, 0), whose slope at 0 is 1
+        return (x - positive).exp() + positive
     return torch.relu(x) if name == "relu" else x
 
 
