@@ -28,8 +28,8 @@ hash that starts as the token before and a scorer aligned with it, the gradient 
 bins, and before the scorer a convolution of width 3, which starts as the sum of the k tokens of \
 a request (none for k = 1); the rows "as the text" have none of these. Answer rows are the same \
 in all examples, and only they are computed behind keys and values. The accuracy is that of 2,048 \
-fresh queries. The paper trains in bf16; here training is in fp32 unless `--precision bf16` asks for \
-it, which brings no speed on a CPU."""
+fresh queries. The paper trains in bf16; here training is in fp32 unless `--precision bf16` asks \
+for it, which brings no speed on a CPU."""
 
 NUM_KEYS = (1, 2, 3)
 RECIPE = TrainingConfig(
