@@ -5,7 +5,9 @@ Every function here is called by all ranks of a share, in the same order, and so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from threading import Thread
 from typing import Any, NamedTuple
 
 import torch
@@ -134,21 +136,63 @@ def _apply(transition: Tensor | None, state: Tensor) -> Tensor:
     return transition * state if transition.shape[-1] == 1 else transition @ state
 
 
+class Journey(NamedTuple):
+    """States on their way from rank to rank, while this rank works on its own tokens."""
+
+    kinds: Sequence[Carry]
+    share: Share
+    came: Callable[[], list[Tensor]]  # waits for the states that come in
+
+
+def _begin(kinds: Sequence[Carry], share: Share) -> Future[list[Tensor]]:
+    """Pass states on in a thread that does not keep a process alive whose rank has failed."""
+    future: Future[list[Tensor]] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(_pass_states(kinds, share))
+        except Exception as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
+
+
+def set_out(kinds: Sequence[Carry], share: Share) -> Journey:
+    """Let states begin their way; `arrive` waits for those that come in.
+
+    Each rank waits for the one before it, adds what it wrote itself and sends the sum on: a state
+    crosses every edge once, in each direction. On a CPU another thread does so meanwhile.
+    """
+    detached = [
+        kind._replace(
+            written=kind.written.detach(),
+            transition=None if kind.transition is None else kind.transition.detach(),
+        )
+        for kind in kinds
+    ]
+    if share.size > 1 and kinds[0].written.device.type == "cpu":
+        return Journey(kinds, share, _begin(detached, share).result)
+    came = _pass_states(detached, share)
+    return Journey(kinds, share, lambda: came)
+
+
+@torch.no_grad()
+def _pass_states(kinds: Sequence[Carry], share: Share) -> list[Tensor]:
+    before = _receive(share, [kind.before for kind in kinds], kinds[0].written, FORWARD)
+    behind = [kind.go_on(state) for kind, state in zip(kinds, before, strict=True)]
+    _send(share, behind, FORWARD)
+    return before
+
+
 class _Scan(torch.autograd.Function):
-    """Pass states from rank to rank; the adjoints of what was received go back the same way."""
+    """Receive states; the adjoints of what was received go back from rank to rank."""
 
     @staticmethod
-    def forward(ctx: Any, share: Share, kinds: Any, anchor: Tensor, *tensors: Any) -> Any:
-        written, transitions = tensors[: len(kinds)], tensors[len(kinds) :]
-        kinds = [
-            kind._replace(written=x, transition=t)
-            for kind, x, t in zip(kinds, written, transitions, strict=True)
-        ]
-        shapes = [kind.before for kind in kinds]
-        before = _receive(share, shapes, written[0], FORWARD)
-        behind = [kind.go_on(state) for kind, state in zip(kinds, before, strict=True)]
-        _send(share, behind, FORWARD)
-        ctx.share, ctx.merges = share, [kind.merge for kind in kinds]
+    def forward(ctx: Any, journey: Journey, anchor: Tensor, *tensors: Any) -> Any:
+        ctx.share, ctx.merges = journey.share, [kind.merge for kind in journey.kinds]
+        written, transitions = tensors[: len(ctx.merges)], tensors[len(ctx.merges) :]
+        before = journey.came()
         ctx.shapes = [x.shape for x in written]
         ctx.save_for_backward(*before, *transitions)
         return (*before, written[0].new_zeros(()))
@@ -174,7 +218,7 @@ class _Scan(torch.autograd.Function):
             sent.append(torch.stack(back) if back else own)
             grad_transitions.append(by_step)
         _send(ctx.share, sent, BACKWARD)
-        return None, None, None, *pulled, *grad_transitions
+        return None, None, *pulled, *grad_transitions
 
 
 def _send(share: Share, states: Sequence[Tensor], way: int) -> None:
@@ -214,14 +258,18 @@ def scan_rows(
 
 
 def scan(kinds: Sequence[Carry], share: Share, anchor: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Bring in the states of the ranks before at once: `set_out`, then `arrive`."""
+    return arrive(set_out(kinds, share), anchor)
+
+
+def arrive(journey: Journey, anchor: Tensor) -> tuple[list[Tensor], Tensor]:
     """Return the states that come in from the ranks before, of every kind, and a 0.
 
-    Each rank waits for the one before it, adds what it wrote itself and sends the sum on: a state
-    crosses every edge once, in each direction. The 0 belongs into the output of every rank, also of
-    one that reads no state, and `anchor` is anything that has a gradient on every rank, also on one
-    that writes none: so all take part in the backward pass.
+    The 0 belongs into the output of every rank, also of one that reads no state, and `anchor` is
+    anything that has a gradient on every rank, also on one that writes none: so all take part in
+    the backward pass.
     """
-    written = [kind.written for kind in kinds]
-    steps = (kind.transition for kind in kinds)
-    found = _Scan.apply(share, list(kinds), anchor, *written, *steps)
+    kinds = journey.kinds
+    written, steps = [kind.written for kind in kinds], [kind.transition for kind in kinds]
+    found = _Scan.apply(journey, anchor, *written, *steps)
     return list(found[:-1]), found[-1]

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.distributed import Piece, Share
-from smat.distributed.exchange import Carry, scan
+from smat.distributed.exchange import Carry, arrive, set_out
 from smat.masks import SMatMask
 from smat.masks.boundary import ShiftedBoundary
 from smat.ops.smat.at_rows import map_features
@@ -69,6 +69,10 @@ def attend_over_ranks(
         mask = options.mask if cu_seqlens is None else options.mask.for_length(piece.length)
         return inside._replace(mask=mask)
 
+    first = last = PieceTokens(*inputs, alone(pieces[0]), pieces[0], goes_on)
+    if len(pieces) > 1:
+        last = PieceTokens(*inputs, alone(pieces[-1]), pieces[-1], goes_on)
+    journey = set_out(_carries(first, last), share)  # while the rank attends to its own keys
     answers = []
     for is_whole, some in _runs(pieces):
         if is_whole and cu_seqlens is not None:
@@ -78,10 +82,9 @@ def attend_over_ranks(
             own = own._replace(mask=_own_mask(own.mask, some[0]))
             answers.append(_attend_inside(*inputs, own, some))
     y = torch.cat(answers, 1)
-    first = last = PieceTokens(*inputs, alone(pieces[0]), pieces[0], goes_on)
-    if len(pieces) > 1:
-        last = PieceTokens(*inputs, alone(pieces[-1]), pieces[-1], goes_on)
-    carried, link = _scan(first, last, share, y)
+    came, link = arrive(journey, y)
+    begin = pieces[0].offset
+    carried = Carried(first.schedule, begin, first.groups_at(begin), *came)
     if carried.groups.windows or carried.groups.tables:
         edge = pieces[0].stop
         y = torch.cat([y[:, :edge] + first.read(carried), y[:, edge:]], 1)
@@ -123,10 +126,8 @@ def _own_mask(mask: SMatMask, piece: Piece) -> SMatMask:
     return SMatMask(max(1, mask.seq_len - piece.offset), *recipe, schedule, _derived=True)
 
 
-def _scan(
-    first: PieceTokens, last: PieceTokens, share: Share, anchor: Tensor
-) -> tuple[Carried, Tensor]:
-    """Bring in what the ranks before left of the first piece, hand on what the last one leaves."""
+def _carries(first: PieceTokens, last: PieceTokens) -> list[Carry]:
+    """Describe what comes in before the first piece, and what the last one leaves."""
     before, behind = first.groups_at(first.piece.offset), last.groups_at(last.piece.end)
     next_edge = last.schedule.segment_index(last.piece.end)
     written = last.states(behind.windows), last.tables(behind.tables)
@@ -140,5 +141,4 @@ def _scan(
     ):
         merge = merge_groups(came, goes, next_edge) if first is last else []
         kinds.append(Carry(x, step, merge, (len(came), *shape)))
-    found, link = scan(kinds, share, anchor)
-    return Carried(first.schedule, first.piece.offset, before, *found), link
+    return kinds
