@@ -33,7 +33,7 @@ CASES = {
                "options": {"branch": "causal"}},
     "relu": {"length": 36, "options": {"feature_map": "relu"}},
     "favor": {"length": 36, "options": {"feature_map": "favor"}},
-    "packed": {"length": 60, "packed": [0, 7, 9, 41, 41, 60], "gates": "mild"},
+    "packed": {"length": 60, "packed": [0, 7, 19, 41, 41, 46, 60], "gates": "mild"},
     "packed window": {"length": 60, "packed": [0, 30, 60], "schedule": "window", "gates": "mild"},
     "packed routed": {"length": 60, "packed": [0, 3, 55, 60], "routed": "several"},
     "packed many": {"length": 60, "packed": [0, *range(4, 60, 5), 60], "schedule": "window"},
