@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.console import Console
 
-from smat import schedules
+from smat import __version__
 from smat.bench.cli import app as bench_app
+from smat.console import table_console
 from smat.data.cli import app as data_app
 from smat.experiments.cli import app as experiments_app
 from smat.experiments.cli import examples
-from smat.masks.boundary import BoundarySchedule
-from smat.masks.mask import SMatMask, SMatWarning
-from smat.report.figures import mask_figure, save_figure
-from smat.report.terminal_tables import geometry_row, rows_table
+
+if TYPE_CHECKING:  # torch, which help texts do without
+    from smat.masks.boundary import BoundarySchedule
+    from smat.masks.mask import SMatMask
 
 app = typer.Typer(
     help="SMat-Attention: causal masks of a chosen VC dimension, in linear time.",
@@ -27,19 +27,41 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,  # smat.__main__ turns an error into one line
 )
-TABLE_WIDTH = 200  # a table takes what it needs, and no number is ever cut to fit a terminal
+DRAWN_LENGTHS = [2**power for power in range(6, 12)]
 Schedule = Literal["rebuilt", "kept", "none", "doubling", "window"]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"smat {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command(
     epilog=examples(
+        "smat mask --vc-dim 4",
         "smat mask --seq-len 64 --vc-dim 3 --out mask.png",
         "smat mask --seq-len 128 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out masks.png",
         "smat mask --seq-len 96 --boundary window --window-step 16 --out window.svg",
     )
 )
 def mask(
-    seq_len: Annotated[int, typer.Option(help="Sequence length T.")] = 64,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Sequence length T (the shortest power of two with VC = d guaranteed)."),
+    ] = None,
     vc_dim: Annotated[
         list[int] | None,
         typer.Option(help="VC dimension d; give it several times for panels side by side (3)."),
@@ -65,19 +87,24 @@ def mask(
     ] = None,
 ) -> None:
     """Draw masks: causal entries, long-range entries by hyperplane, and zeros."""
-    if chunk_size is None:  # at least four chunks on each side of the boundary
-        chunk_size = 2 ** min(6, max(0, (seq_len // 8).bit_length() - 1))
-    schedule = _schedule(boundary, seq_len, num_distant, window_step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SMatWarning)  # said below, mask by mask
-        masks = [
-            SMatMask(seq_len, d, chunk_size=chunk_size, field_size=field_size, boundary=schedule)
-            for d in vc_dim or [3]
-        ]
+    from smat.report.figures import mask_figure, save_figure
+
+    def make(length: int) -> list[SMatMask]:
+        schedule = _schedule(boundary, length, num_distant, window_step)
+        return [_mask(length, d, chunk_size, field_size, schedule) for d in vc_dim or [3]]
+
+    if seq_len is None:
+        drawn = (make(length) for length in DRAWN_LENGTHS)
+        masks = next(
+            (each for each in drawn if all(m.guarantees_vc_dim and m.num_distant for m in each)),
+            None,
+        ) or make(DRAWN_LENGTHS[1])
+    else:
+        masks = make(seq_len)
     path = save_figure(mask_figure(masks), out)
-    for drawn in masks:
-        note = "" if drawn.guarantees_vc_dim else f"; VC = {drawn.vc_dim} is not guaranteed"
-        typer.echo(f"{drawn.describe()}{note}")
+    for mask in masks:
+        note = "" if mask.guarantees_vc_dim else f"; VC = {mask.vc_dim} is not guaranteed"
+        typer.echo(f"{mask.describe()}{note}")
     typer.echo(f"Drawn into {path}")
 
 
@@ -108,6 +135,8 @@ def geometry(
     ] = False,
 ) -> None:
     """Print sizes, tabulation cost and decode cache for each VC dimension."""
+    from smat.report.terminal_tables import geometry_row, rows_tables
+
     cache: dict[str, Any] = {"heads": heads, "key_dim": key_dim, "value_dim": value_dim}
     cache |= {"batch": batch, "dtype": dtype}
     rows = [geometry_row(seq_len, d, chunk_size, **cache) for d in vc_dim or [1, 2, 3, 4]]
@@ -115,9 +144,9 @@ def geometry(
         shape = {"seq_len": seq_len, "chunk_size": chunk_size, **cache}
         typer.echo(json.dumps({**shape, "rows": rows}, indent=2))
         return
-    console = Console(width=TABLE_WIDTH, highlight=False)
+    console = table_console()
     title = f"T = {seq_len}, c = {chunk_size}, r = {key_dim}, p = {value_dim + 1}"
-    console.print(rows_table(title, rows))
+    console.print(*rows_tables(title, rows))
     console.print(
         f"Additions: of states of {key_dim} x {value_dim + 1} numbers, to tabulate once, "
         f"for one head of one sequence.\n"
@@ -127,9 +156,28 @@ def geometry(
     )
 
 
+def _mask(
+    seq_len: int,
+    vc_dim: int,
+    chunk_size: int | None,
+    field_size: int | None,
+    schedule: BoundarySchedule,
+) -> SMatMask:
+    """Make a mask to draw, by default with at least four chunks on each side of the boundary."""
+    from smat.masks.mask import SMatMask, SMatWarning
+
+    if chunk_size is None:
+        chunk_size = 2 ** min(6, max(0, (seq_len // 8).bit_length() - 1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SMatWarning)  # the command says so, mask by mask
+        return SMatMask(seq_len, vc_dim, chunk_size, field_size, boundary=schedule)
+
+
 def _schedule(
     boundary: Schedule, seq_len: int, num_distant: int | None, window_step: int | None
 ) -> BoundarySchedule:
+    from smat import schedules
+
     if num_distant is not None and boundary != "kept":
         raise ValueError(f"--num-distant {num_distant} needs --boundary kept, not {boundary}")
     if window_step is not None and boundary != "window":

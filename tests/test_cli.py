@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+import smat
+
 pytest.importorskip("typer")
 
 from smat.__main__ import main
+from smat.console import WIDTH
 
 
 def run(capsys, *arguments):
@@ -48,6 +51,7 @@ def test_no_number_is_cut_however_long(capsys):
     assert status == 0
     assert "499,999,999,936" in out
     assert "…" not in out
+    assert max(map(len, out.splitlines())) <= WIDTH
 
 
 def test_geometry_row_by_row(capsys):
@@ -78,6 +82,18 @@ def test_a_length_without_a_distant_block_is_plain_linear_attention(capsys):
     row = geometry_rows(capsys, "--seq-len", "100", "--vc-dim", "3")[3]
     assert (row["num_distant"], row["num_recent"], row["cache_states"]) == (0, 100, 1)
     assert row["additions_factored"] == row["additions_algorithm2"] == 0
+
+
+def test_without_a_length_the_vc_dimension_is_guaranteed(capsys, tmp_path):
+    for options, length in (([], 128), (["--vc-dim", "2"], 64), (["--vc-dim", "4"], 1024)):
+        status, printed, _ = run(capsys, "mask", *options, "--out", str(tmp_path / "mask.png"))
+        assert status == 0
+        assert f"T = {length}," in printed
+        assert "not guaranteed" not in printed
+
+
+def test_the_version_is_the_one_of_the_package(capsys):
+    assert run(capsys, "--version") == (0, f"smat {smat.__version__}\n", "")
 
 
 def test_mask_writes_a_picture_and_says_where(capsys, tmp_path):
@@ -120,9 +136,9 @@ def test_mask_draws_every_schedule(capsys, tmp_path, options, described):
         (["mask", "--seq-len", "100000"], "100000"),
         (["mask", "--out", "mask.txt"], "mask.txt"),
         (["mask", "--boundary", "kept"], "--num-distant"),
-        (["mask", "--boundary", "kept", "--num-distant", "65"], "65"),
-        (["mask", "--window-step", "8"], "--boundary window"),
-        (["mask", "--num-distant", "8"], "--boundary kept"),
+        (["mask", "--seq-len", "64", "--boundary", "kept", "--num-distant", "65"], "65"),
+        (["mask", "--seq-len", "64", "--window-step", "8"], "--boundary window"),
+        (["mask", "--seq-len", "64", "--num-distant", "8"], "--boundary kept"),
         (["geometry", "--seq-len", "-3"], "-3"),
         (["geometry", "--heads", "0"], "heads"),
         (["geometry", "--chunk-size", "0"], "chunk_size"),

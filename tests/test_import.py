@@ -70,6 +70,22 @@ def test_import_loads_no_optional_package():
 
 
 @pytest.mark.parametrize(
+    "words", [[], ["bench"], ["bench", "prefill"], ["run"], ["mask"], ["data", "prepare"]]
+)
+def test_help_is_printed_without_torch_within_a_second(words):
+    done = run_hiding(
+        f"""
+        import time
+        from smat.__main__ import main
+        assert main({[*words, "--help"]!r}) == 0
+        print("torch" in sys.modules, time.process_time() < 1)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False True"
+
+
+@pytest.mark.parametrize(
     ("hidden", "arguments"),
     [
         ("typer", ["geometry", "--seq-len", "64"]),
