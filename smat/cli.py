@@ -28,6 +28,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # smat.__main__ turns an error into one line
 )
 DRAWN_LENGTHS = [2**power for power in range(6, 12)]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 Schedule = Literal["rebuilt", "kept", "none", "doubling", "window"]
 
 
@@ -127,9 +128,7 @@ def geometry(
         int, typer.Option(help="Value dimension; a state has one more column, p = value_dim + 1.")
     ] = 32,
     batch: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
-    dtype: Annotated[
-        Literal["fp64", "fp32", "bf16", "fp16"], typer.Option(help="Type of the cached states.")
-    ] = "fp32",
+    dtype: Annotated[Dtype, typer.Option(help="Type of the cached states.")] = "fp32",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON in place of a table.")
     ] = False,
@@ -154,6 +153,43 @@ def geometry(
         f"batch {batch}, {dtype} (1 MB = 10^6 bytes).\n"
         f"VC = d: yes where the proof applies, for d > 1 that is P <= n and 2B <= m."
     )
+
+
+@app.command(
+    epilog=examples(
+        "smat recommend --seq-len 65536",
+        "smat recommend --seq-len 262144 --heads 16 --key-dim 128 --value-dim 128 --memory 2GB",
+    )
+)
+def recommend(
+    seq_len: Annotated[int, typer.Option(help="Sequence length T.")],
+    heads: Annotated[int, typer.Option(help="Heads of a layer.")] = 8,
+    key_dim: Annotated[int, typer.Option(help="Feature dimension of queries and keys.")] = 64,
+    value_dim: Annotated[int, typer.Option(help="Value dimension.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences decoded at once.")] = 1,
+    dtype: Annotated[Dtype, typer.Option(help="Type of the cached states.")] = "fp32",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="What the cache of a layer may take, as 500MB (that of softmax)."),
+    ] = None,
+    max_work: Annotated[
+        float, typer.Option(help="Work to accept, relative to linear attention.")
+    ] = 2.0,
+    max_vc_dim: Annotated[int, typer.Option(min=1, help="Largest d to look at.")] = 4,
+) -> None:
+    """Say which d, boundary and step suit a length, what they cost, and where softmax is faster."""
+    from smat.report import advice
+    from smat.report.terminal_tables import rows_tables
+
+    shape: dict[str, Any] = {"heads": heads, "batch": batch, "dtype": dtype}
+    rows = advice.advise(seq_len, max_vc_dim, key_dim=key_dim, value_dim=value_dim, **shape)
+    keys_and_values = advice.softmax_cache(seq_len, width=key_dim + value_dim, **shape)
+    limit = keys_and_values if memory is None else advice.parse_bytes(memory)
+    chosen = advice.choose(rows, limit, max_work)
+    title = f"T = {seq_len}, {heads} heads, r = {key_dim}, p = {value_dim + 1}, batch {batch}"
+    table_console().print(*rows_tables(f"{title}, {dtype}, one layer", rows))
+    for paragraph in advice.reasons(seq_len, chosen, keys_and_values):
+        typer.echo(f"\n{advice.wrap(paragraph)}")
 
 
 def _mask(

@@ -96,6 +96,26 @@ def test_the_version_is_the_one_of_the_package(capsys):
     assert run(capsys, "--version") == (0, f"smat {smat.__version__}\n", "")
 
 
+def test_recommend_takes_the_largest_d_that_is_proved_and_fits(capsys):
+    status, out, err = run(capsys, "recommend", "--seq-len", "65536")
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= WIDTH
+    words = " ".join(out.split())
+    assert "d = 3: the largest that is proved here and fits." in words
+    assert "boundary=smat.schedules.window(8192)" in words
+    assert "softmax attention is about as fast" not in words
+    _, out, _ = run(capsys, "recommend", "--seq-len", "65536", "--memory", "30MB")
+    assert "d = 2: the largest" in out
+    _, out, _ = run(capsys, "recommend", "--seq-len", "65536", "--memory", "1GB")
+    assert "d = 4: the largest" in out
+
+
+def test_recommend_sends_short_sequences_to_softmax(capsys):
+    _, out, _ = run(capsys, "recommend", "--seq-len", "1000", "--memory", "1.2 MB")
+    assert "softmax attention is about as fast or faster" in " ".join(out.split())
+    assert "d = 1: linear attention" in out
+
+
 def test_mask_writes_a_picture_and_says_where(capsys, tmp_path):
     out = tmp_path / "new" / "mask.png"
     status, printed, err = run(
@@ -140,6 +160,8 @@ def test_mask_draws_every_schedule(capsys, tmp_path, options, described):
         (["mask", "--seq-len", "64", "--window-step", "8"], "--boundary window"),
         (["mask", "--seq-len", "64", "--num-distant", "8"], "--boundary kept"),
         (["geometry", "--seq-len", "-3"], "-3"),
+        (["recommend", "--seq-len", "64", "--memory", "much"], "much"),
+        (["recommend", "--seq-len", "9999", "--memory", "1kB"], "d = 1 keeps 0.3 MB"),
         (["geometry", "--heads", "0"], "heads"),
         (["geometry", "--chunk-size", "0"], "chunk_size"),
     ],

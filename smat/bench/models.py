@@ -24,7 +24,7 @@ LEARNING_RATE = 3e-3
 def make_model(config: ModelsConfig, name: str, horizon: int) -> RoutingStream:
     """Build a model with weights of its own seed."""
     torch.manual_seed(0)
-    sizes = {"width": config.width, "head_dim": config.head_dim, "chunk_size": config.chunk_size}
+    sizes: dict[str, Any] = config.model_dump(include={"width", "head_dim", "chunk_size"})
     return RoutingStream(horizon=horizon, **MODELS[name][1], **sizes).to(config.device)
 
 

@@ -69,7 +69,8 @@ class RoutingStream(nn.Module):
 
     def forward(self, x: Tensor, keep_state: bool = False) -> tuple[Tensor, State | None]:
         """Mix (B, T, width) into (B, T, outputs); the state after them if that is wanted."""
-        given, state = self._inputs(x), None
+        given = self._inputs(x)
+        state: State | None = None
         if self.mixer == "softmax":
             q, k, v = (each.transpose(1, 2) for each in given.values())
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -80,7 +81,7 @@ class RoutingStream(nn.Module):
                 options = {"mask": self.plain_mask, "feature_map": "identity", "normalize": False}
             out, state = smat_attention(**given, **options, output_final_state=keep_state)
         else:
-            run = log_linear_attention if self.mixer == "log_linear" else delta_rule
+            run: Any = log_linear_attention if self.mixer == "log_linear" else delta_rule
             out, state = run(**given, output_final_state=keep_state)
         return self.head(out.flatten(-2)), state
 
@@ -91,8 +92,9 @@ class RoutingStream(nn.Module):
             state.keys[:, :, state.num_tokens] = given["k"]
             state.values[:, :, state.num_tokens] = given["v"]
             state.num_tokens += 1
-            seen = (each[:, :, : state.num_tokens] for each in (state.keys, state.values))
-            out = F.scaled_dot_product_attention(given["q"].unsqueeze(2), *seen).squeeze(2)
+            keys, values = (x[:, :, : state.num_tokens] for x in (state.keys, state.values))
+            q = given["q"].unsqueeze(2)
+            out = F.scaled_dot_product_attention(q, keys, values).squeeze(2)
             return self.head(out.flatten(-2)), state
         after: State
         if isinstance(state, SMatState):
@@ -113,10 +115,10 @@ class RoutingStream(nn.Module):
         assert state is not None
         return state
 
-    def _inputs(self, x: Tensor) -> dict[str, Tensor]:
+    def _inputs(self, x: Tensor) -> dict[str, Any]:
         """Project (..., width) to what the mixer takes, by name: (..., 1, head_dim) and gates."""
         q, k, v = (each.unsqueeze(-2) for each in self.qkv_proj(x).chunk(3, -1))
-        given = {"q": q, "k": k, "v": v}
+        given: dict[str, Any] = {"q": q, "k": k, "v": v}
         if self.mixer in ("deltanet", "gated_deltanet"):
             given = {"q": l2_norm(q), "k": l2_norm(k), "v": v}
             given["beta"] = self.gates.beta_proj(x).sigmoid()
@@ -130,7 +132,8 @@ class RoutingStream(nn.Module):
 
     def _keys_and_values(self, k: Tensor, v: Tensor) -> KeysAndValues:
         more = self.horizon - k.shape[2]
-        return KeysAndValues(*(F.pad(each, (0, 0, 0, more)) for each in (k, v)), k.shape[2])
+        keys, values = (F.pad(each, (0, 0, 0, more)) for each in (k, v))
+        return KeysAndValues(keys, values, k.shape[2])
 
 
 def state_bytes(state: State) -> int:
