@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -29,7 +30,16 @@ app = typer.Typer(
 )
 DRAWN_LENGTHS = [2**power for power in range(6, 12)]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-Schedule = Literal["rebuilt", "kept", "none", "doubling", "window"]
+
+
+class Schedule(str, Enum):
+    """Where the distant keys end, by name."""
+
+    REBUILT = "rebuilt"
+    KEPT = "kept"
+    NONE = "none"
+    DOUBLING = "doubling"
+    WINDOW = "window"
 
 
 def _print_version(asked: bool) -> None:
@@ -55,7 +65,7 @@ def _options(
         "smat mask --vc-dim 4",
         "smat mask --seq-len 64 --vc-dim 3 --out mask.png",
         "smat mask --seq-len 128 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out masks.png",
-        "smat mask --seq-len 96 --boundary window --window-step 16 --out window.svg",
+        "smat mask --seq-len 96 --boundary rebuilt --boundary window --window-step 16",
     )
 )
 def mask(
@@ -78,8 +88,9 @@ def mask(
         int | None, typer.Option(help="Prime q (the smallest with q^d >= n).")
     ] = None,
     boundary: Annotated[
-        Schedule, typer.Option(help="Where the distant keys end, as a function of the query.")
-    ] = "rebuilt",
+        list[Schedule] | None,
+        typer.Option(help="Where the distant keys end; may be repeated (rebuilt)."),
+    ] = None,
     num_distant: Annotated[
         int | None, typer.Option(help="Distant keys n, for --boundary kept.")
     ] = None,
@@ -90,9 +101,21 @@ def mask(
     """Draw masks: causal entries, long-range entries by hyperplane, and zeros."""
     from smat.report.figures import mask_figure, save_figure
 
+    names = [each.value for each in boundary or [Schedule.REBUILT]]
+    for option, given, needed in (
+        ("--num-distant", num_distant, "kept"),
+        ("--window-step", window_step, "window"),
+    ):
+        if given is not None and needed not in names:
+            raise ValueError(f"{option} {given} needs --boundary {needed}, not {', '.join(names)}")
+
     def make(length: int) -> list[SMatMask]:
-        schedule = _schedule(boundary, length, num_distant, window_step)
-        return [_mask(length, d, chunk_size, field_size, schedule) for d in vc_dim or [3]]
+        schedules = [_schedule(name, length, num_distant, window_step) for name in names]
+        return [
+            _mask(length, d, chunk_size, field_size, schedule)
+            for d in vc_dim or [3]
+            for schedule in schedules
+        ]
 
     if seq_len is None:
         drawn = (make(length) for length in DRAWN_LENGTHS)
@@ -170,7 +193,7 @@ def recommend(
     dtype: Annotated[Dtype, typer.Option(help="Type of the cached states.")] = "fp32",
     memory: Annotated[
         str | None,
-        typer.Option(help="What the cache of a layer may take, as 500MB (that of softmax)."),
+        typer.Option(help="Largest cache of a layer, as 500MB (that of softmax)."),
     ] = None,
     max_work: Annotated[
         float, typer.Option(help="Work to accept, relative to linear attention.")
@@ -210,14 +233,10 @@ def _mask(
 
 
 def _schedule(
-    boundary: Schedule, seq_len: int, num_distant: int | None, window_step: int | None
+    boundary: str, seq_len: int, num_distant: int | None, window_step: int | None
 ) -> BoundarySchedule:
     from smat import schedules
 
-    if num_distant is not None and boundary != "kept":
-        raise ValueError(f"--num-distant {num_distant} needs --boundary kept, not {boundary}")
-    if window_step is not None and boundary != "window":
-        raise ValueError(f"--window-step {window_step} needs --boundary window, not {boundary}")
     if boundary == "kept":
         if num_distant is None:
             raise ValueError("--boundary kept needs --num-distant, the number of distant keys")

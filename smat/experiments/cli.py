@@ -174,7 +174,9 @@ def status(
 
 @app.command(
     epilog=examples(
-        "smat report", "smat report --out /shared/experiments", "smat report --tables README.md"
+        "smat report",
+        "smat report --out /shared/experiments",
+        "smat report --tables docs/results.md",
     )
 )
 def report(

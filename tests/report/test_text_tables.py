@@ -10,6 +10,7 @@ from rich.markdown import Markdown
 
 from smat.experiments.tables import find_experiment
 from smat.report import records
+from smat.report.costs import load_costs
 from smat.report.experiment_tables import result_table, split_columns
 from smat.report.page import (
     MARKED,
@@ -160,10 +161,11 @@ def test_a_file_is_rewritten(tmp_path):
     assert path.read_text() == refresh(TEXT, [])
 
 
-def test_the_readme_shows_the_committed_results():
-    readme = (ROOT / "README.md").read_text()
-    assert MARKED.search(readme)
-    assert refresh(readme, load_records([ROOT / "results"])) == readme
+def test_the_documentation_shows_the_committed_results():
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert MARKED.search(page)
+    costs = load_costs([ROOT / "results"], records.load_published())
+    assert refresh(page, load_records([ROOT / "results"]), costs) == page
 
 
 def test_losses_have_three_decimals_and_their_unit(tmp_path, monkeypatch):
