@@ -53,7 +53,7 @@ format: $(TEST_READY) ## let ruff fix and format what it can
 	$(BIN)/ruff format .
 
 figures: $(RUN_READY) ## redraw the pictures that the documentation shows
-	$(BIN)/smat mask --seq-len 128 --vc-dim 2 --vc-dim 3 --boundary rebuilt --boundary window --out docs/masks.png
+	$(BIN)/smat mask --seq-len 128 --vc-dim 3 --boundary rebuilt --boundary window --out docs/masks.png
 
 paper-map: ## write the line numbers of the paper's map, docs/paper.md, anew
 	$(PYTHON) tools/paper_map.py
