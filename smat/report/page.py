@@ -219,7 +219,8 @@ def refresh(text: str, found: Sequence[Record], costs: Sequence[Costs] = ()) -> 
             raise ValueError(f"{name} has no preset {preset!r}; it has {presets}")
         result = tables.result_table(experiment, preset, found, published)
         made = format_markdown(result) if result.records else f"{not_started(name, preset)}\n"
-        return f"{match[1]}{made}{match[4]}"
+        reduced = escape_markdown(experiment.presets[preset])
+        return f"{match[1]}Preset {preset}: {reduced}.\n\n{made}{match[4]}"
 
     return MARKED.sub(table, text)
 

@@ -137,14 +137,16 @@ def test_only_what_stands_between_the_marks_changes():
     name = record.run.model_copy(update={"experiment": "subset-routing"})
     found = [record.model_copy(update={"run": name})]
     new = refresh(TEXT, found)
-    assert new.startswith("Before.\n<!-- table: subset-routing quick -->\n| ")
+    reduced = find_experiment("subset-routing").presets["quick"]
+    begin = f"<!-- table: subset-routing quick -->\nPreset quick: {reduced}.\n\n"
+    assert new.startswith(f"Before.\n{begin}| ")
     assert new.endswith("|\n<!-- end of table -->\nAfter.\n")
     assert "WHAT WAS" not in new
     assert "12.3" in new
     assert "not run" in new
     assert refresh(new, found) == new
     line = "Not started: `smat run subset-routing --preset quick` begins it.\n"
-    assert refresh(new, []) == TEXT.replace("WHAT WAS\n", line)
+    assert refresh(new, []) == f"Before.\n{begin}{line}<!-- end of table -->\nAfter.\n"
 
 
 @pytest.mark.parametrize(("name", "preset"), [("no-such", "quick"), ("subset-routing", "slow")])
