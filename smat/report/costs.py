@@ -30,11 +30,17 @@ class Costs(Table):
     facts: Mapping[str, str]
 
 
-def load_costs(roots: Iterable[str | Path], published: Published) -> list[Costs]:
-    """Read what `smat bench models` left below the roots; a name counts in the first root."""
+def load_benchmarks(roots: Iterable[str | Path], benchmark: str) -> dict[str, Mapping[str, Any]]:
+    """Read the records of one benchmark below the roots; a name counts in the first root."""
     paths = [path for root in roots for path in sorted((Path(root) / FOLDER).glob("*.json"))]
     first = {path.stem: path for path in reversed(paths)}
     found = {path.stem: json.loads(first[path.stem].read_text()) for path in paths}
+    return {name: each for name, each in found.items() if each["benchmark"] == benchmark}
+
+
+def load_costs(roots: Iterable[str | Path], published: Published) -> list[Costs]:
+    """Arrange what `smat bench models` left below the roots."""
+    found = load_benchmarks(roots, "models")
     return [cost_table(name, record, published[LABEL]) for name, record in found.items()]
 
 

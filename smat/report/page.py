@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -19,7 +19,7 @@ from smat.extras import require
 from smat.report import experiment_tables as tables
 from smat.report import figures, records
 from smat.report.cell_figures import cells_figure
-from smat.report.costs import Costs, load_costs
+from smat.report.costs import Costs, load_benchmarks, load_costs
 from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
@@ -54,6 +54,7 @@ class Content:
     sections: Sequence[Section]
     not_reproduced: Published
     costs: Sequence[Costs] = ()
+    prefill: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # records, by name
 
 
 def write_report(out: Path, roots: Sequence[Path]) -> Path:
@@ -63,7 +64,8 @@ def write_report(out: Path, roots: Sequence[Path]) -> Path:
     """
     found, paper = records.load_records(roots), records.load_published()
     content = content_of(EXPERIMENTS, found, paper)
-    return save_report(out, replace(content, costs=load_costs(roots, paper)))
+    prefill = load_benchmarks(roots, "prefill")
+    return save_report(out, replace(content, costs=load_costs(roots, paper), prefill=prefill))
 
 
 def content_of(
@@ -80,6 +82,8 @@ def save_report(out: Path, content: Content) -> Path:
     """Write a report's page, its Markdown and the pictures that the Markdown shows."""
     templates = _templates()
     drawn = {"masks.svg": figures.mask_figure(figures.example_masks())}
+    for name, record in content.prefill.items():
+        drawn[f"costs-{name}.svg"] = figures.bench_figure(record)
     for section in content.sections:
         for table in section.tables:
             arms = section.experiment.arms

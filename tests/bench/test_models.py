@@ -47,8 +47,15 @@ def test_the_table_has_every_pass_and_what_decoding_keeps(capsys, tmp_path):
     (costs,) = load_costs([tmp_path], PUBLISHED)
     assert costs.name == "models"
     assert "1 × (" in out
+    drawn = ["prefill", "--seq-len", "64", "--seq-len", "128", "--vc-dim", "2", "--no-memory"]
+    drawn += ["--gemm-size", "16", "--heads", "1", "--figure-out", str(tmp_path / "prefill.png")]
+    prefill = str(tmp_path / "costs" / "prefill.json")
+    assert main(["bench", *drawn, "--repeats", "1", "--json-out", prefill]) == 0
     write_report(tmp_path / "report", [tmp_path])
-    assert "What the routing models cost" in (tmp_path / "report" / "report.md").read_text()
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "What the routing models cost" in text
+    assert "report-figures/costs-prefill.svg" in text
+    assert (tmp_path / "report" / "report-figures" / "costs-prefill.svg").exists()
     marked = "<!-- table: costs models -->\n<!-- end of table -->"
     assert format_costs(costs) in refresh(marked, [], [costs])
     assert "Not measured" in refresh(marked, [])
