@@ -39,6 +39,7 @@ State = SMatState | LogLinearState | KeysAndValues | Tensor
 class RoutingStream(nn.Module):
     """Projections, one head of a mixer without a convolution, and the read-out.
 
+    >>> import torch
     >>> model = RoutingStream("smat", horizon=64, vc_dim=2, chunk_size=8)
     >>> x = torch.randn(2, 33, 64)
     >>> whole, _ = model(x)

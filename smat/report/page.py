@@ -19,7 +19,7 @@ from smat.extras import require
 from smat.report import experiment_tables as tables
 from smat.report import figures, records
 from smat.report.cell_figures import cells_figure
-from smat.report.costs import Costs, load_benchmarks, load_costs
+from smat.report.costs import LABEL, Costs, load_benchmarks, load_costs
 from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
@@ -64,8 +64,11 @@ def write_report(out: Path, roots: Sequence[Path]) -> Path:
     """
     found, paper = records.load_records(roots), records.load_published()
     content = content_of(EXPERIMENTS, found, paper)
-    prefill = load_benchmarks(roots, "prefill")
-    return save_report(out, replace(content, costs=load_costs(roots, paper), prefill=prefill))
+    costs, prefill = load_costs(roots, paper), load_benchmarks(roots, "prefill")
+    known = {LABEL} if costs else set()
+    others = {key: table for key, table in content.not_reproduced.items() if key not in known}
+    content = replace(content, costs=costs, prefill=prefill, not_reproduced=others)
+    return save_report(out, content)
 
 
 def content_of(

@@ -91,7 +91,7 @@ def _fitting(columns: Mapping[str, Sequence[str]]) -> list[list[str]]:
         if needed >= WIDTH and len(blocks[-1]) > len(keys):
             blocks.append(keys.copy())
         blocks[-1].append(name)
-    return blocks
+    return [[name for name in columns if name in block] for block in blocks]
 
 
 def worst_checks(checks: Sequence[Row]) -> list[Row]:

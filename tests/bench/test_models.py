@@ -54,6 +54,7 @@ def test_the_table_has_every_pass_and_what_decoding_keeps(capsys, tmp_path):
     write_report(tmp_path / "report", [tmp_path])
     text = (tmp_path / "report" / "report.md").read_text()
     assert "What the routing models cost" in text
+    assert PUBLISHED["tab:e2e-routing"]["caption"] not in text  # it is reproduced now
     assert "report-figures/costs-prefill.svg" in text
     assert (tmp_path / "report" / "report-figures" / "costs-prefill.svg").exists()
     marked = "<!-- table: costs models -->\n<!-- end of table -->"
@@ -94,6 +95,7 @@ def test_a_wrong_model_is_not_timed(capsys, tmp_path, monkeypatch):
     assert not path.exists()
 
 
+@pytest.mark.slow  # two processes of their own
 def test_peak_memory_is_that_of_the_longest_length(tmp_path, capsys):
     path = tmp_path / "models.json"
     arguments = ["--model", "smat_d1", "--json-out", str(path)]
