@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from smat.bench import measure
-from smat.bench.config import Config, Count, Counts, option
+from smat.bench.model_configs import RanksConfig
 from smat.distributed import Share, context_parallel
 from smat.distributed.exchange import Carry, scan
 from smat.masks import SMatMask, SMatWarning, window
@@ -26,46 +26,29 @@ from smat.ops import smat_attention
 CHECK_LEN = 96
 
 
-class RanksConfig(Config):
-    """Let processes hold a sequence together: memory and bytes of each, and what a scan takes.
+def mask_of(config: RanksConfig, seq_len: int | None = None) -> SMatMask:
+    """Return the mask of all tokens."""
+    step = config.window_step
+    length = seq_len or config.seq_len
+    chunk = 64 if seq_len is None else 8
+    if step is not None and seq_len is not None:
+        step = CHECK_LEN // 8
+    return SMatMask(length, config.vc_dim, chunk, boundary=None if step is None else window(step))
 
-    Every rank is a fresh process on this machine, connected by gloo. Memory is what a forward and
-    a backward pass add to it, inputs and gradients included. Bytes are those that the library sent,
-    beside the formula: a rank hands (P + 1) states a head to the next, and their gradients back;
-    under a stepped window 2 P + 1. A scan goes from rank to rank, or in log steps.
-    """
 
-    ranks: Counts = option((1, 2, 4), "How many; may be repeated.")
-    seq_len: Count = option(65536, "Tokens of all ranks together.")
-    vc_dim: Count = option(2, "VC dimension of the mask.")
-    heads: Count = option(4, "Heads.")
-    key_dim: Count = option(32, "Width of queries and keys.")
-    value_dim: Count = option(32, "Width of values.")
-    window_step: int | None = option(None, "A stepped window instead of a boundary in the middle.")
-    repeats: Count = option(5, "Scans of each kind, in turns.")
+def formula(config: RanksConfig, size: int, rank: int) -> int:
+    """Return the bytes that a rank sends, forward and backward, in fp32."""
+    per_state = config.heads * config.key_dim * (config.value_dim + 1) * 4
+    mask, share = mask_of(config), config.seq_len // size
+    profiles = mask.geometry.num_profiles
 
-    def mask(self, seq_len: int | None = None) -> SMatMask:
-        """Return the mask of all tokens."""
-        step = self.window_step
-        length = seq_len or self.seq_len
-        chunk = 64 if seq_len is None else 8
-        if step is not None and seq_len is not None:
-            step = CHECK_LEN // 8
-        return SMatMask(length, self.vc_dim, chunk, boundary=None if step is None else window(step))
+    def states(edge: int) -> int:
+        if config.window_step is None:  # behind the boundary no window is open yet
+            return profiles + (edge * share != mask.num_distant)
+        return 2 * profiles + 1 if edge * share > config.window_step else profiles + 1
 
-    def formula(self, size: int, rank: int) -> int:
-        """Return the bytes that a rank sends, forward and backward, in fp32."""
-        per_state = self.heads * self.key_dim * (self.value_dim + 1) * 4
-        mask, share = self.mask(), self.seq_len // size
-        profiles = mask.geometry.num_profiles
-
-        def states(edge: int) -> int:
-            if self.window_step is None:  # behind the boundary no window is open yet
-                return profiles + (edge * share != mask.num_distant)
-            return 2 * profiles + 1 if edge * share > self.window_step else profiles + 1
-
-        edges = [edge for edge in (rank, rank + 1) if 0 < edge < size]
-        return per_state * sum(map(states, edges))
+    edges = [edge for edge in (rank, rank + 1) if 0 < edge < size]
+    return per_state * sum(map(states, edges))
 
 
 def run_ranks(config: RanksConfig) -> dict[str, Any]:
@@ -79,7 +62,7 @@ def run_ranks(config: RanksConfig) -> dict[str, Any]:
         by_rank = start_ranks(size, _measure, config)
         checks += by_rank[0]["checks"]
         for rank, found in enumerate(by_rank):
-            expected, sent = config.formula(size, rank), found["row"]["sent_bytes"]
+            expected, sent = formula(config, size, rank), found["row"]["sent_bytes"]
             if sent != expected:
                 wrong = f"rank {rank} of {size} sent {sent} bytes"
                 raise ValueError(f"{wrong}, but the formula says {expected}")
@@ -149,7 +132,7 @@ def _attend(tokens: list[Tensor], mask: SMatMask) -> Tensor:
 
 def _check(config: RanksConfig) -> list[dict[str, Any]]:
     """Compare output and gradients of a short sequence with those of one process."""
-    mask, whole = config.mask(CHECK_LEN), _inputs(config, CHECK_LEN, 0, torch.float64)
+    mask, whole = mask_of(config, CHECK_LEN), _inputs(config, CHECK_LEN, 0, torch.float64)
     whole = [x.requires_grad_() for x in whole]
     out = _attend(whole, mask)
     expected = [out, *torch.autograd.grad(out.square().sum(), whole)]
@@ -175,7 +158,7 @@ def _use(config: RanksConfig) -> dict[str, Any]:
     length = config.seq_len // dist.get_world_size()
     own = [x.requires_grad_() for x in _inputs(config, length, dist.get_rank(), torch.float32)]
     with context_parallel() as ranks:
-        _attend(own, config.mask()).sum().backward()
+        _attend(own, mask_of(config)).sum().backward()
     peak = measure.read_bytes("/proc/self/status", "VmHWM")
     return {"peak_extra_bytes": peak - before, "sent_bytes": sum(ranks.sent.values())}
 
@@ -184,7 +167,7 @@ def _time_scans(config: RanksConfig) -> list[dict[str, Any]]:
     """Time scans of one state a head, and of a table, from rank to rank and in log steps."""
     size, rank = dist.get_world_size(), dist.get_rank()
     share, found = Share(None, rank, tuple(range(size + 1))), []
-    for name, states in {"a state": 1, "a table": config.mask().geometry.num_profiles}.items():
+    for name, states in {"a state": 1, "a table": mask_of(config).geometry.num_profiles}.items():
         written = torch.randn(1, config.heads, states, config.key_dim, config.value_dim + 1)
         step = torch.rand(config.heads, 1, 1, 1)
         kinds = [Carry(written, step, [(0, 0)], tuple(written.shape))]
