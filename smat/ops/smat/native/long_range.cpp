@@ -1,0 +1,192 @@
+// The long-range branch on a CPU: pool, tabulate, read, and their adjoints (equation 6, adjoint 11).
+//
+// The torch form, which says how gates and moving boundaries enter, is smat/ops/smat/long_range.py.
+// A unit of work is a row, or some columns of its values; it goes through its table a block at a
+// time, as many features and columns as a vector has numbers, from keys to answers.
+#include "gradients.h"
+
+// What both passes do with one block: the tables of every fold, first to last or back.
+template <class T> struct Tables {
+    const Row<T> &row;
+    const Block<T> points, types;
+
+    Tables(const Row<T> &r, index_t num_features)
+        : row(r), points{r.work[POINTS], r.space.num_points, num_features},
+          types{r.work[r.space.is_identity() ? POINTS : TYPES], r.space.num_types, num_features} {}
+
+    T move(index_t fold) const {
+        const Call<T> &call = row.call;
+        const index_t at = (row.b * call.value_heads + row.h) * call.num_folds + fold;
+        return call.moves ? call.moves[at] : T(1);
+    }
+    void transform(bool back) const {
+        if (row.space.is_identity()) return;
+        for (index_t i = 0; i < points.num_features; ++i) {
+            auto *p = reinterpret_cast<vec<T> *>(points.at(i, 0));
+            auto *t = reinterpret_cast<vec<T> *>(types.at(i, 0));
+            auto *scratch = reinterpret_cast<vec<T> *>(row.work[SCRATCH]);
+            if (back) backproject(row.space, t, p, scratch);
+            else tabulate(row.space, p, t, scratch);
+        }
+    }
+    // pool(runs, points, whether they are new), then read(runs, types), fold after fold.
+    template <class Pool, class Read> void forwards(Pool pool, Read read) const {
+        for (index_t fold = 0; fold < row.call.num_folds; ++fold) {
+            if (fold && row.call.moves) points.scale(move(fold));
+            pool(row.keys.runs(fold), points, fold == 0);
+            transform(false);
+            read(row.queries.runs(fold), types);
+        }
+    }
+    // The adjoint: pool(runs, types, whether they are new), then read(runs, points).
+    template <class Pool, class Read> void backwards(Pool pool, Read read) const {
+        const index_t last = row.call.num_folds - 1;
+        for (index_t fold = last; fold >= 0; --fold) {
+            pool(row.queries.runs(fold), types, fold == last);
+            transform(true);
+            read(row.keys.runs(fold), points);
+            if (fold && row.call.moves) types.scale(move(fold));
+        }
+    }
+};
+
+template <class T> index_t features_of(const Call<T> &call, index_t tile) {
+    return std::min(LANES<T>, call.key_dim - tile * LANES<T>);
+}
+
+template <class T> void attend_columns(const Row<T> &row, index_t column) {
+    row.pack_values(column);
+    for (index_t tile = 0; tile < row.call.feature_tiles(); ++tile)
+        Tables<T>(row, features_of(row.call, tile)).forwards(
+            [&](auto runs, auto table, bool fresh) {
+                pool(runs, row.psi(tile), row.work[VALUES], table, fresh);
+            },
+            [&](auto runs, auto table) {
+                read<T, false>(runs, row.phi(tile), table, row.work[ANSWERS], tile > 0);
+            });
+    row.write_answers(column);
+}
+
+template <class T> void attend_ones(const Row<T> &row) {
+    for (index_t tile = 0; tile < row.call.feature_tiles(); ++tile)
+        Tables<T>(row, 1).forwards(
+            [&](auto runs, auto table, bool fresh) {
+                pool_ones<T>(runs, row.psi(tile), nullptr, table, fresh);
+            },
+            [&](auto runs, auto table) {
+                read_ones(runs, row.phi(tile), table, row.numbers, tile > 0);
+            });
+    row.write_normalizers();
+}
+
+template <class T> void pull_columns(const Gradients<T> &row, index_t column) {
+    row.pack_values(column);
+    row.pack_grads(column);
+    T *values = row.work[VALUES], *grads = row.work[ANSWERS], *grad_values = row.work[GRAD_VALUES];
+    for (index_t tile = 0; tile < row.call.feature_tiles(); ++tile) {
+        const Tables<T> tables(row, features_of(row.call, tile));
+        tables.forwards(
+            [&](auto runs, auto table, bool fresh) {
+                pool(runs, row.psi(tile), values, table, fresh);
+            },
+            [&](auto runs, auto table) {
+                read<T, true>(runs, grads, table, row.phi(tile, GRAD_PHI), true);
+            });
+        tables.backwards(
+            [&](auto runs, auto table, bool fresh) {
+                pool(runs, row.phi(tile), grads, table, fresh);
+            },
+            [&](auto runs, auto table) {
+                read<T, false>(runs, row.psi(tile), table, grad_values, tile > 0);
+                read<T, true>(runs, values, table, row.psi(tile, GRAD_PSI), true);
+            });
+    }
+    row.add_value_grads(column);
+}
+
+template <class T> void pull_ones(const Gradients<T> &row) {
+    for (index_t tile = 0; tile < row.call.feature_tiles(); ++tile) {
+        const Tables<T> tables(row, 1);
+        tables.forwards(
+            [&](auto runs, auto table, bool fresh) {
+                pool_ones<T>(runs, row.psi(tile), nullptr, table, fresh);
+            },
+            [&](auto runs, auto table) {
+                spread_ones(runs, row.numbers, table, row.phi(tile, GRAD_PHI));
+            });
+        tables.backwards(
+            [&](auto runs, auto table, bool fresh) {
+                pool_ones<T>(runs, row.phi(tile), row.numbers, table, fresh);
+            },
+            [&](auto runs, auto table) {
+                spread_ones<T>(runs, nullptr, table, row.psi(tile, GRAD_PSI));
+            });
+    }
+}
+
+// Do columns(tile) for the share of a split, and ones() if they are in it.
+template <class T, class Columns, class Ones>
+void share(const Call<T> &call, index_t split, Columns columns, Ones ones) {
+    for (index_t tile = split; tile < call.value_tiles(); tile += call.num_splits) columns(tile);
+    if (call.normalize && split == call.num_splits - 1) ones();
+}
+
+template <class T> void run(const Call<T> &call) {
+    const index_t heads = call.batch * call.key_heads, splits = call.num_splits;
+    in_threads(heads * splits, call.num_threads, [&](index_t task, index_t thread) {
+        const index_t head = task / splits, first = head % call.key_heads * call.shared();
+        for (index_t h = first; h < first + call.shared(); ++h) {
+            const Row<T> row(call, head / call.key_heads, h, call.work + thread * NUM_ROLES);
+            row.pack();
+            share(call, task % splits, [&](index_t tile) { attend_columns(row, tile); },
+                  [&] { attend_ones(row); });
+        }
+    });
+}
+
+template <class T> void pull(const Gradients<T> &row, index_t split) {
+    row.pack();
+    row.start();
+    share(row.call, split, [&](index_t tile) { pull_columns(row, tile); },
+          [&] { pull_ones(row); });
+}
+
+template <class T> void run_backward(const Call<T> &call) {
+    const index_t heads = call.batch * call.key_heads, shared = call.shared();
+    const index_t splits = call.num_splits;
+    if (splits == 1)
+        return in_threads(heads, call.num_threads, [&](index_t head, index_t thread) {
+            const index_t first = head % call.key_heads * shared;
+            for (index_t h = first; h < first + shared; ++h) {
+                const Gradients<T> row(call, head / call.key_heads, h,
+                                       call.work + thread * NUM_ROLES);
+                pull(row, 0);
+                row.add_grads(0, 1);
+            }
+        });
+    // Every split has the gradients of features from its columns alone: they are added up behind.
+    for (index_t m = 0; m < shared; ++m) {
+        auto row_of = [&](index_t head, index_t unit, index_t parts) {
+            return Gradients<T>(call, head / call.key_heads, head % call.key_heads * shared + m,
+                                call.work + unit * NUM_ROLES, parts);
+        };
+        in_threads(heads * splits, call.num_threads, [&](index_t unit, index_t) {
+            pull(row_of(unit / splits, unit, 1), unit % splits);
+        });
+        in_threads(heads * splits, call.num_threads, [&](index_t unit, index_t) {
+            const index_t head = unit / splits;
+            row_of(head, head * splits, splits).add_grads(unit % splits, splits);
+        });
+    }
+}
+
+extern "C" {
+void smat_work_float(const Call<float> *call, index_t *sizes) { count_work(*call, sizes); }
+void smat_work_double(const Call<double> *call, index_t *sizes) { count_work(*call, sizes); }
+void smat_long_range_float(const Call<float> *call) {
+    call->backward ? run_backward(*call) : run(*call);
+}
+void smat_long_range_double(const Call<double> *call) {
+    call->backward ? run_backward(*call) : run(*call);
+}
+}
