@@ -102,7 +102,8 @@ template <class T> inline vec<T> load_some(const T *x, index_t count) {
     return some;
 }
 template <class T> inline void store_some(T *x, vec<T> value, index_t count) {
-    std::memcpy(x, &value, std::min(count, LANES<T>) * sizeof(T));
+    if (count >= LANES<T>) return store(x, value);
+    std::memcpy(x, &value, count * sizeof(T));
 }
 
 // c (TILE_ROWS, COLUMNS vectors) = or += a b. Entry (row, k) of a is a[row * a_row + k * a_depth].

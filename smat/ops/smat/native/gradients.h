@@ -35,21 +35,24 @@ template <class T> struct Gradients : Row<T> {
                 numbers[queries.place[visit + j]] = -dot * scale;
         });
     }
-    void pack_grads(index_t tile) const {
+    void pack_grads(index_t split) const {
         this->each_query([&](index_t t, index_t head, index_t visit) {
-            const vec<T> grad = load_some(call.grad_out.at(b, t, head) + tile * LANES<T>,
-                                          call.value_dim - tile * LANES<T>);
-            for (index_t j = 0; j < call.reads; ++j)
-                store(work[ANSWERS] + queries.place[visit + j] * LANES<T>,
-                      grad * scales[visit / call.reads]);
+            const T *from = call.grad_out.at(b, t, head), scale = scales[visit / call.reads];
+            this->each_column(split, [&](index_t tile, index_t at, index_t count) {
+                const vec<T> grad = load_some(from + at, count) * scale;
+                for (index_t j = 0; j < call.reads; ++j)
+                    store(this->columns(tile, ANSWERS) + queries.place[visit + j] * LANES<T>, grad);
+            });
         });
     }
-    void add_value_grads(index_t tile) const {
-        const index_t count = call.value_dim - tile * LANES<T>;
+    void add_value_grads(index_t split) const {
         for (index_t t = 0; t < call.num_distant; ++t) {
-            T *to = call.grad_v.at(b, t, h) + tile * LANES<T>;
-            store_some(to, load_some(to, count) +
-                               load(work[GRAD_VALUES] + keys.place[t] * LANES<T>), count);
+            T *to = call.grad_v.at(b, t, h);
+            this->fetch(GRAD_VALUES, keys, t + AHEAD, call.num_distant, this->split_tiles());
+            this->each_column(split, [&](index_t tile, index_t at, index_t count) {
+                const T *grad = this->columns(tile, GRAD_VALUES) + keys.place[t] * LANES<T>;
+                store_some(to + at, load_some(to + at, count) + load(grad), count);
+            });
         }
     }
 
@@ -79,6 +82,7 @@ template <class T> struct Gradients : Row<T> {
         const T weight = this->one_or(call.write_weight, t, h);
         const T left = this->one_or(call.until, t, h);
         vec<T> dots{};
+        this->fetch(GRAD_PSI, keys, t + AHEAD, call.num_distant, call.feature_tiles());
         for (index_t tile = 0; tile < call.feature_tiles(); ++tile) {
             const vec<T> x = this->features(call.k.at(b, t, key_head), tile);
             const vec<T> grad = total(GRAD_PSI, this->psi(tile, GRAD_PSI) - work[GRAD_PSI] +
@@ -96,6 +100,8 @@ template <class T> struct Gradients : Row<T> {
         const T *from = this->query(t, head);
         const index_t q_head = head * call.query_heads / (call.value_heads * call.group());
         vec<T> dots{};
+        this->fetch(GRAD_PHI, queries, visit + AHEAD * call.reads, call.visits(),
+                    call.feature_tiles());
         for (index_t tile = 0; tile < call.feature_tiles(); ++tile) {
             const vec<T> x = this->features(from, tile);
             vec<T> grad{};

@@ -55,16 +55,14 @@ template <class T> index_t features_of(const Call<T> &call, index_t tile) {
 }
 
 template <class T> void attend_columns(const Row<T> &row, index_t column) {
-    row.pack_values(column);
     for (index_t tile = 0; tile < row.call.feature_tiles(); ++tile)
         Tables<T>(row, features_of(row.call, tile)).forwards(
             [&](auto runs, auto table, bool fresh) {
-                pool(runs, row.psi(tile), row.work[VALUES], table, fresh);
+                pool(runs, row.psi(tile), row.columns(column, VALUES), table, fresh);
             },
             [&](auto runs, auto table) {
-                read<T, false>(runs, row.phi(tile), table, row.work[ANSWERS], tile > 0);
+                read<T, false>(runs, row.phi(tile), table, row.columns(column, ANSWERS), tile > 0);
             });
-    row.write_answers(column);
 }
 
 template <class T> void attend_ones(const Row<T> &row) {
@@ -80,9 +78,8 @@ template <class T> void attend_ones(const Row<T> &row) {
 }
 
 template <class T> void pull_columns(const Gradients<T> &row, index_t column) {
-    row.pack_values(column);
-    row.pack_grads(column);
-    T *values = row.work[VALUES], *grads = row.work[ANSWERS], *grad_values = row.work[GRAD_VALUES];
+    const T *values = row.columns(column, VALUES), *grads = row.columns(column, ANSWERS);
+    T *grad_values = row.columns(column, GRAD_VALUES);
     for (index_t tile = 0; tile < row.call.feature_tiles(); ++tile) {
         const Tables<T> tables(row, features_of(row.call, tile));
         tables.forwards(
@@ -101,7 +98,6 @@ template <class T> void pull_columns(const Gradients<T> &row, index_t column) {
                 read<T, true>(runs, values, table, row.psi(tile, GRAD_PSI), true);
             });
     }
-    row.add_value_grads(column);
 }
 
 template <class T> void pull_ones(const Gradients<T> &row) {
@@ -124,11 +120,22 @@ template <class T> void pull_ones(const Gradients<T> &row) {
     }
 }
 
-// Do columns(tile) for the share of a split, and ones() if they are in it.
-template <class T, class Columns, class Ones>
-void share(const Call<T> &call, index_t split, Columns columns, Ones ones) {
-    for (index_t tile = split; tile < call.value_tiles(); tile += call.num_splits) columns(tile);
-    if (call.normalize && split == call.num_splits - 1) ones();
+template <class T> void attend_split(const Row<T> &row, index_t split) {
+    row.pack();
+    row.pack_values(split);
+    row.each_column(split, [&](index_t tile, index_t, index_t) { attend_columns(row, tile); });
+    row.write_answers(split);
+    if (row.call.normalize && split == row.call.num_splits - 1) attend_ones(row);
+}
+
+template <class T> void pull_split(const Gradients<T> &row, index_t split) {
+    row.pack();
+    row.pack_values(split);
+    row.start();
+    row.pack_grads(split);
+    row.each_column(split, [&](index_t tile, index_t, index_t) { pull_columns(row, tile); });
+    row.add_value_grads(split);
+    if (row.call.normalize && split == row.call.num_splits - 1) pull_ones(row);
 }
 
 template <class T> void run(const Call<T> &call) {
@@ -137,18 +144,9 @@ template <class T> void run(const Call<T> &call) {
         const index_t head = task / splits, first = head % call.key_heads * call.shared();
         for (index_t h = first; h < first + call.shared(); ++h) {
             const Row<T> row(call, head / call.key_heads, h, call.work + thread * NUM_ROLES);
-            row.pack();
-            share(call, task % splits, [&](index_t tile) { attend_columns(row, tile); },
-                  [&] { attend_ones(row); });
+            attend_split(row, task % splits);
         }
     });
-}
-
-template <class T> void pull(const Gradients<T> &row, index_t split) {
-    row.pack();
-    row.start();
-    share(row.call, split, [&](index_t tile) { pull_columns(row, tile); },
-          [&] { pull_ones(row); });
 }
 
 template <class T> void run_backward(const Call<T> &call) {
@@ -160,7 +158,7 @@ template <class T> void run_backward(const Call<T> &call) {
             for (index_t h = first; h < first + shared; ++h) {
                 const Gradients<T> row(call, head / call.key_heads, h,
                                        call.work + thread * NUM_ROLES);
-                pull(row, 0);
+                pull_split(row, 0);
                 row.add_grads(0, 1);
             }
         });
@@ -171,7 +169,7 @@ template <class T> void run_backward(const Call<T> &call) {
                                 call.work + unit * NUM_ROLES, parts);
         };
         in_threads(heads * splits, call.num_threads, [&](index_t unit, index_t) {
-            pull(row_of(unit / splits, unit, 1), unit % splits);
+            pull_split(row_of(unit / splits, unit, 1), unit % splits);
         });
         in_threads(heads * splits, call.num_threads, [&](index_t unit, index_t) {
             const index_t head = unit / splits;

@@ -61,9 +61,11 @@ void sum_runs(const V *rows, index_t length, index_t first, index_t num_rows, in
     }
 }
 
-// to[a][y] = sum over x of from[x][y + sign a x mod q], rows of either at a distance.
+// to[a][y] = sum over x of from[x][y + sign a x mod q], rows of either at a distance; the rows of
+// the next shear lie `next` behind these.
 template <class V>
-void shear(const V *from, index_t from_row, V *to, index_t to_row, index_t q, int sign, V *near) {
+void shear(const V *from, index_t from_row, index_t next, V *to, index_t to_row, index_t q,
+           int sign, V *near) {
     const index_t num_runs = (q + LONGEST_RUN - 1) / LONGEST_RUN, longest = (q - 1) / num_runs + 1;
     const index_t length = q + longest - 1;  // a run never wraps
     const index_t fitting = NEAR_BYTES / index_t(sizeof(V)) / length;
@@ -72,7 +74,11 @@ void shear(const V *from, index_t from_row, V *to, index_t to_row, index_t q, in
         const index_t first = cut * q / num_cuts, last = (cut + 1) * q / num_cuts;
         for (index_t x = first; x < last; ++x) {
             V *row = near + (x - first) * length;
-            std::copy(from + x * from_row, from + x * from_row + q, row);
+            const V *old = from + x * from_row;
+            for (index_t y = 0; y < q; ++y) {
+                row[y] = old[y];
+                __builtin_prefetch(old + next + y);
+            }
             std::copy(row, row + longest - 1, row + q);
         }
         for (index_t run = 0; run < num_runs; ++run) {
@@ -101,7 +107,7 @@ void tabulate(const Space &space, const V *points, V *types, V *scratch) {
         for (index_t step = 2; step <= dim; ++step) {
             V *to = step == dim ? types : between + step % 2 * space.num_points;
             for (index_t o = 0; o < others; ++o)
-                shear(from + o * q, others * q, to + o * q * q, q, q, -1, near);
+                shear(from + o * q, others * q, q, to + o * q * q, q, q, -1, near);
             from = to;
         }
         types += size;
@@ -129,7 +135,7 @@ void backproject(const Space &space, const V *types, V *points, V *scratch) {
         for (index_t step = dim; step >= 2; --step) {
             V *to = step == 2 ? result : between + step % 2 * space.num_points;
             for (index_t o = 0; o < others; ++o)
-                shear(from + o * q * q, q, to + o * q, others * q, q, 1, near);
+                shear(from + o * q * q, q, q * q, to + o * q, others * q, q, 1, near);
             from = to;
         }
         for (index_t entry = 0; entry < others * q; ++entry) {

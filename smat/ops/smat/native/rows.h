@@ -37,10 +37,11 @@ enum Role {
 template <class T> void count_work(const Call<T> &call, index_t *sizes) {
     const Space space(call.field_size, call.ambient_dim);
     const index_t n = call.num_distant, visits = call.visits(), r = call.feature_tiles();
+    const index_t c = (call.value_tiles() - 1) / call.num_splits + 1;
     const index_t features = std::min(LANES<T>, call.key_dim), back = call.backward;
     const index_t index = 3 * (n + visits) + 2 * (call.num_folds + 2) + space.num_types + 8;
     const index_t vectors[NUM_ROLES] = {
-        n * r, n, back * n * r, back * n, visits * r, visits, back * visits * r,
+        n * r, n * c, back * n * r, back * n * c, visits * r, visits * c, back * visits * r,
         visits * 3 / LANES<T> + 3, index / LANES<T> + 1, features * space.num_points,
         space.is_identity() ? 0 : features * space.num_types, space.scratch_vectors()};
     for (int role = 0; role < NUM_ROLES; ++role) sizes[role] = vectors[role] * LANES<T>;
@@ -80,6 +81,8 @@ template <class T> inline vec<T> keep(vec<T> x, index_t count) {
     store_some(reinterpret_cast<T *>(&kept), x, count);
     return kept;
 }
+
+constexpr index_t AHEAD = 8;  // tokens
 
 template <class T> struct Row {
     const Call<T> &call;
@@ -143,6 +146,13 @@ template <class T> struct Row {
         return call.read_weight ? call.read_weight.at(b, t, head)[j] : T(1);
     }
 
+    // Order the vectors of a visit that comes later: its place is anywhere, and memory is slow.
+    void fetch(Role role, const Order &order, index_t visit, index_t size, index_t tiles) const {
+        for (index_t tile = 0; visit < size && tile < tiles; ++tile)
+            __builtin_prefetch(work[role] + (tile * size + order.place[visit]) * LANES<T>);
+    }
+    index_t split_tiles() const { return (call.value_tiles() - 1) / call.num_splits + 1; }
+
     // Lay features out, keys with all that weighs them, queries with the weight of each read.
     void pack() const {
         for (index_t t = 0; t < call.num_distant; ++t) {
@@ -160,20 +170,34 @@ template <class T> struct Row {
             }
         });
     }
-    void pack_values(index_t tile) const {
-        for (index_t t = 0; t < call.num_distant; ++t)
-            store(work[VALUES] + keys.place[t] * LANES<T>,
-                  load_some(call.v.at(b, t, h) + tile * LANES<T>,
-                            call.value_dim - tile * LANES<T>));
+    // Columns of values, or of answers, of the tiles that a split has.
+    T *columns(index_t tile, Role role) const {
+        const index_t size = role == ANSWERS ? call.visits() : call.num_distant;
+        return work[role] + tile / call.num_splits * size * LANES<T>;
     }
-    void write_answers(index_t tile) const {
+    template <class Use> void each_column(index_t split, Use use) const {
+        for (index_t tile = split; tile < call.value_tiles(); tile += call.num_splits)
+            use(tile, tile * LANES<T>, call.value_dim - tile * LANES<T>);
+    }
+    void pack_values(index_t split) const {
+        for (index_t t = 0; t < call.num_distant; ++t) {
+            const T *from = call.v.at(b, t, h);
+            each_column(split, [&](index_t tile, index_t at, index_t count) {
+                store(columns(tile, VALUES) + keys.place[t] * LANES<T>, load_some(from + at, count));
+            });
+        }
+    }
+    void write_answers(index_t split) const {
         each_query([&](index_t t, index_t head, index_t visit) {
-            vec<T> y{};
-            for (index_t j = 0; j < call.reads; ++j)
-                y += load(work[ANSWERS] + queries.place[visit + j] * LANES<T>);
-            store_some(call.out.at(b, t, head) + tile * LANES<T>,
-                       y * one_or(call.since, t - call.first, h),
-                       call.value_dim - tile * LANES<T>);
+            T *to = call.out.at(b, t, head);
+            fetch(ANSWERS, queries, visit + AHEAD * call.reads, call.visits(), split_tiles());
+            const T left = one_or(call.since, t - call.first, h);
+            each_column(split, [&](index_t tile, index_t at, index_t count) {
+                vec<T> y{};
+                for (index_t j = 0; j < call.reads; ++j)
+                    y += load(columns(tile, ANSWERS) + queries.place[visit + j] * LANES<T>);
+                store_some(to + at, y * left, count);
+            });
         });
     }
     void write_normalizers() const {
