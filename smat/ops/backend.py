@@ -63,7 +63,7 @@ NATIVE = Backend(
     ("cpu",),
     _later("native.attention", "attend"),
     _later("native.attention", "attend_backward"),
-    step_token,
+    _later("native.decode", "step_token"),
 )
 BACKENDS = (TRITON, NATIVE, TORCH)  # the preferred one first
 

@@ -179,12 +179,12 @@ template <class T> void run_backward(const Call<T> &call) {
 }
 
 extern "C" {
-void smat_work_float(const Call<float> *call, index_t *sizes) { count_work(*call, sizes); }
-void smat_work_double(const Call<double> *call, index_t *sizes) { count_work(*call, sizes); }
-void smat_long_range_float(const Call<float> *call) {
+void work_float32(const Call<float> *call, index_t *sizes) { count_work(*call, sizes); }
+void work_float64(const Call<double> *call, index_t *sizes) { count_work(*call, sizes); }
+void long_range_float32(const Call<float> *call) {
     call->backward ? run_backward(*call) : run(*call);
 }
-void smat_long_range_double(const Call<double> *call) {
+void long_range_float64(const Call<double> *call) {
     call->backward ? run_backward(*call) : run(*call);
 }
 }

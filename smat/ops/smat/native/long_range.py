@@ -137,7 +137,7 @@ class LongRange:
         """Call the kernel, with buffers for each unit that works at a time."""
         library = load(SOURCE)
         assert library is not None
-        kind = {"float32": "float", "float64": "double"}[str(self.dtype).removeprefix("torch.")]
+        kind = str(self.dtype).removeprefix("torch.")
         arrays = {name: array(x) for name, x in (self.tensors | tensors).items()}
         folds = {name: getattr(self.folds, name).data_ptr() for name in POINTERS[1:4]}
         call = Call(**arrays, **folds, **self.numbers, backward=backward)
@@ -145,11 +145,11 @@ class LongRange:
         call.num_splits = self._num_splits(backward)
         num_units = self.threads if call.num_splits == 1 else self.num_heads * call.num_splits
         sizes = (ctypes.c_int64 * NUM_ROLES)()
-        getattr(library, f"smat_work_{kind}")(ctypes.byref(call), sizes)
+        getattr(library, f"work_{kind}")(ctypes.byref(call), sizes)
         buffers = [torch.empty(size, dtype=self.dtype) for _ in range(num_units) for size in sizes]
         work = (ctypes.c_void_p * len(buffers))(*(x.data_ptr() for x in buffers))
         call.work = ctypes.addressof(work)
-        getattr(library, f"smat_long_range_{kind}")(ctypes.byref(call))
+        getattr(library, f"long_range_{kind}")(ctypes.byref(call))
 
     def _num_splits(self, backward: bool) -> int:
         """Choose in how many parts the columns of a head are worked off, if heads are few."""
