@@ -19,6 +19,7 @@ from smat.ops.native.build import load
 
 SOURCE, BACKWARD_SOURCE = "linear/native/causal.cpp", "linear/native/causal_backward.cpp"
 CHUNK = 64  # tokens
+HEADS_AT_ONCE = 4  # key heads of a task, whose states should stay in cache
 CPU = torch.device("cpu")
 ARRAYS = (
     "q", "k", "v", "key_gate", "grad_out", "log_decay", "out", "normalizer", "inverse", "column",
@@ -28,7 +29,7 @@ POINTERS = ("chunks", "spans", "scratch", "states")
 NUMBERS = (
     "num_spans", "batch", "key_heads", "group", "share", "slices", "key_dim", "value_dim",
     "chunk_size", "num_slots", "scratch_size", "map", "normalize", "threads", "part_q", "part_k",
-    "part_gate", "adds",
+    "part_gate", "adds", "heads_at_once",
 )  # fmt: skip
 
 
@@ -116,6 +117,7 @@ class Causal:
         work = batch * length * max(q.shape[2], v.shape[2]) * (2 * state + CHUNK * key_dim)
         threads = num_threads(work)
         tasks = batch * key_heads * (len(self.spans.starts) - 1)
+        together = max(1, min(HEADS_AT_ONCE, key_heads, tasks // threads))
         self.numbers: dict[str, Any] = {
             "chunks": self.spans.chunks.data_ptr(), "spans": self.spans.starts.data_ptr(),
             "num_spans": len(self.spans.starts) - 1, "batch": batch, "key_heads": key_heads,
@@ -123,6 +125,7 @@ class Causal:
             "slices": max(1, min(-(-threads // tasks), max(group, share))),
             "chunk_size": CHUNK, "num_slots": self.spans.num_slots,
             "map": POINTWISE.index(feature_map), "normalize": normalize, "threads": threads,
+            "heads_at_once": together,
         }  # fmt: skip
 
     def attend(self, out: Tensor, normalizer: Tensor, adds: bool) -> None:
