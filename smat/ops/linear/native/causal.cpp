@@ -73,10 +73,7 @@ template <class T> struct Forward {
 
     void load_chunk(const Task &task, const Chunk &chunk) {
         const index_t size = chunk.size();
-        load_features(call.map, call.k, task.batch, task.key_head, chunk.start, size, K, psi, R);
-        if (call.key_gate)
-            for (index_t j = 0; j < size; ++j)
-                scale(psi + j * R, R, *call.key_gate.at(task.batch, chunk.start + j, task.key_head));
+        load_keys(call, task.batch, task.key_head, chunk, psi);
         transpose(size, R, psi, R, psi_t, C);
         const auto [first, last] = task.values(call);
         for (index_t m = first; m < last; ++m) {

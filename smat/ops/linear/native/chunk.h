@@ -15,10 +15,10 @@ template <class T> struct Call {
     Array<T> out, normalizer, inverse, column, grad_q, grad_k, grad_v, grad_decay, grad_gate;
     const Chunk *chunks;
     const index_t *spans;  // the first chunk of each span, and the end: no window crosses it
-    T *scratch, *states;
+    T *scratch;
     index_t num_spans, batch, key_heads, group, share, slices, key_dim, value_dim, chunk_size,
         num_slots, scratch_size, map, normalize, threads, part_q, part_k, part_gate,
-        adds, heads_at_once;
+        adds, heads_at_once, most_chunks;
 
     index_t head_blocks() const { return (key_heads + heads_at_once - 1) / heads_at_once; }
     index_t num_tasks() const { return num_spans * batch * head_blocks() * slices; }
@@ -26,8 +26,10 @@ template <class T> struct Call {
     index_t width_k() const { return padded<T>(key_dim); }
     index_t width_v() const { return padded<T>(value_dim); }
     index_t width_c() const { return padded<T>(chunk_size); }
-    index_t state_size() const { return padded_rows(std::max(key_dim, value_dim)) *
-                                        std::max(width_k(), width_v()) + width_k(); }
+    index_t state_size() const {  // either way round, and a row for the normaliser
+        const index_t most = std::max(key_dim, value_dim);
+        return std::max(padded_rows(most), padded<T>(most)) * padded<T>(most) + padded<T>(most);
+    }
 };
 
 // A task: some key heads of one sequence of the batch, or some of the heads that share one, and a
@@ -115,12 +117,22 @@ inline void load_features(int map, const Array<const T> &from, index_t b, index_
     load(from, b, head, start, rows, count, into, width);
 }
 
+// psi of a chunk: features of its keys, times their gate.
+template <class T>
+inline void load_keys(const Call<T> &call, index_t b, index_t head, const Chunk &chunk, T *psi) {
+    const index_t width = call.width_k();
+    load_features(call.map, call.k, b, head, chunk.start, chunk.size(), call.key_dim, psi, width);
+    for (index_t j = 0; call.key_gate && j < chunk.size(); ++j)
+        scale(psi + j * width, width, *call.key_gate.at(b, chunk.start + j, head));
+}
+
 // What is left within a chunk. Sums of gates are kept as two numbers, so that differences of large
 // ones have all their digits, and only differences are exponentiated (lemma "Gated SMat").
 template <class T> struct Decay {
     T *coarse, *fine, *since, *until;  // sums at each token; left of the state before, of each key
     T over = 1;                        // left of what passes the chunk
 
+    Decay() = default;
     Decay(Buffers<T> &buffers, index_t size)
         : coarse(buffers.take(size)), fine(buffers.take(size)), since(buffers.take(size)),
           until(buffers.take(size)) {}
