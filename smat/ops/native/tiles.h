@@ -51,10 +51,26 @@ template <class T> constexpr index_t LANES = VECTOR_BYTES / sizeof(T);
 
 template <class T> inline vec<T> load(const T *x) { return *reinterpret_cast<const vec<T> *>(x); }
 template <class T> inline void store(T *x, vec<T> value) { *reinterpret_cast<vec<T> *>(x) = value; }
+
+// Lane i of the result is lane picked[i] of two vectors, one behind the other.
+template <class T> using lanes = typename Vectors<T>::bits;
+template <class T> inline vec<T> pick(vec<T> x, vec<T> y, lanes<T> picked) {
+#if defined(__clang__)
+    vec<T> result;
+    for (int i = 0; i < LANES<T>; ++i) result[i] = picked[i] < LANES<T> ? x[picked[i]] : y[picked[i] - LANES<T>];
+    return result;
+#else
+    return __builtin_shuffle(x, y, picked);
+#endif
+}
+template <class T> inline lanes<T> numbered() {
+    lanes<T> numbers{};
+    for (int i = 0; i < LANES<T>; ++i) numbers[i] = i;
+    return numbers;
+}
 template <class T> inline T sum(vec<T> x) {
-    T total = 0;
-    for (int lane = 0; lane < LANES<T>; ++lane) total += x[lane];
-    return total;
+    for (int half = LANES<T> / 2; half > 0; half /= 2) x += pick<T>(x, x, numbered<T>() ^ half);
+    return x[0];
 }
 
 inline index_t round_up(index_t size, index_t step) { return (size + step - 1) / step * step; }
@@ -102,8 +118,8 @@ template <class T> inline vec<T> load_some(const T *x, index_t count) {
     return some;
 }
 template <class T> inline void store_some(T *x, vec<T> value, index_t count) {
-    if (count >= LANES<T>) return store(x, value);
-    std::memcpy(x, &value, count * sizeof(T));
+    if (count >= LANES<T>) store(x, value);
+    else std::memcpy(x, &value, count * sizeof(T));
 }
 
 // c (TILE_ROWS, COLUMNS vectors) = or += a b. Entry (row, k) of a is a[row * a_row + k * a_depth].
@@ -139,11 +155,31 @@ inline void product(index_t rows, index_t columns, index_t depth, const T *a, in
                                     c + i * c_row + j, c_row);
 }
 
-// y (columns, rows) = x', both padded.
+// y (columns, rows) = x', for buffers whose rows and columns are padded to whole vectors. Blocks of
+// LANES x LANES are transposed in registers: halves of rows are exchanged, then quarters, and so on.
 template <class T>
 inline void transpose(index_t rows, index_t columns, const T *x, index_t x_row, T *y, index_t y_row) {
-    for (index_t j = 0; j < columns; ++j)
-        for (index_t i = 0; i < rows; ++i) y[j * y_row + i] = x[i * x_row + j];
+    constexpr int N = LANES<T>;
+    const lanes<T> numbers = numbered<T>();
+    for (index_t i = 0; i < rows; i += N)
+        for (index_t j = 0; j < columns; j += N) {
+            vec<T> block[N];
+            for (int k = 0; k < N; ++k) block[k] = load(x + (i + k) * x_row + j);
+#pragma GCC unroll 8
+            for (int half = N / 2; half > 0; half /= 2) {
+                const lanes<T> upper = (numbers & half) != 0;  // lanes that come from the other row
+                const lanes<T> low = (numbers & ~upper) | ((numbers - half + N) & upper);
+                const lanes<T> high = ((numbers + half) & ~upper) | ((numbers + N) & upper);
+#pragma GCC unroll 64
+                for (int k = 0; k < N; ++k)
+                    if (!(k & half)) {
+                        const vec<T> one = block[k], other = block[k + half];
+                        block[k] = pick<T>(one, other, low);
+                        block[k + half] = pick<T>(one, other, high);
+                    }
+            }
+            for (int k = 0; k < N; ++k) store(y + (j + k) * y_row + i, block[k]);
+        }
 }
 
 // (B, T, heads, width) as a caller has it; rows of numbers lie without gaps.

@@ -18,17 +18,18 @@ from smat.ops.native.arguments import Array, along_rows, array, num_threads
 from smat.ops.native.build import load
 
 SOURCE, BACKWARD_SOURCE = "linear/native/causal.cpp", "linear/native/causal_backward.cpp"
-CHUNK = 64  # tokens
+CHUNK = 32  # tokens: fewer operations than 64, and tiles that stay in the first cache
+HEADS_AT_ONCE = 4  # key heads of a task, whose states should stay in cache
 CPU = torch.device("cpu")
 ARRAYS = (
     "q", "k", "v", "key_gate", "grad_out", "log_decay", "out", "normalizer", "inverse", "column",
     "grad_q", "grad_k", "grad_v", "grad_decay", "grad_gate",
 )  # fmt: skip
-POINTERS = ("chunks", "spans", "scratch", "states")
+POINTERS = ("chunks", "spans", "scratch")
 NUMBERS = (
     "num_spans", "batch", "key_heads", "group", "share", "slices", "key_dim", "value_dim",
     "chunk_size", "num_slots", "scratch_size", "map", "normalize", "threads", "part_q", "part_k",
-    "part_gate", "adds",
+    "part_gate", "adds", "heads_at_once", "most_chunks",
 )  # fmt: skip
 
 
@@ -116,6 +117,7 @@ class Causal:
         work = batch * length * max(q.shape[2], v.shape[2]) * (2 * state + CHUNK * key_dim)
         threads = num_threads(work)
         tasks = batch * key_heads * (len(self.spans.starts) - 1)
+        together = max(1, min(HEADS_AT_ONCE, key_heads, tasks // threads))
         self.numbers: dict[str, Any] = {
             "chunks": self.spans.chunks.data_ptr(), "spans": self.spans.starts.data_ptr(),
             "num_spans": len(self.spans.starts) - 1, "batch": batch, "key_heads": key_heads,
@@ -123,6 +125,7 @@ class Causal:
             "slices": max(1, min(-(-threads // tasks), max(group, share))),
             "chunk_size": CHUNK, "num_slots": self.spans.num_slots,
             "map": POINTWISE.index(feature_map), "normalize": normalize, "threads": threads,
+            "heads_at_once": together, "most_chunks": int(self.spans.starts.diff().max()),
         }  # fmt: skip
 
     def attend(self, out: Tensor, normalizer: Tensor, adds: bool) -> None:
@@ -133,15 +136,51 @@ class Causal:
         self.numbers["adds"] = adds
         library = load(SOURCE)
         assert library is not None
-        self._run(library, "attend", "scratch", {"out": out, "normalizer": normalizer})
+        self._run(library, "attend", {"out": out, "normalizer": normalizer})
 
-    def _run(
-        self, library: ctypes.CDLL, name: str, size_name: str, tensors: dict[str, Tensor]
-    ) -> None:
+    def backward(
+        self, grad_out: Tensor, out: Tensor, normalizer: Tensor, grads: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Write the gradients of q, k, v and of those gates there are, by name.
+
+        Return those of the numerator as a factor of ``grad_out`` and of the normaliser, (B, T, H)
+        each; both are left as they are if there is no division.
+        """
+        library = load(BACKWARD_SOURCE)
+        assert library is not None
+        if self.numbers["group"] > 1:  # heads of queries add to one gradient
+            self.numbers["slices"] = 1
+        inverse, column = torch.empty_like(normalizer), torch.empty_like(normalizer)
+        parts = {name: self._in_parts(name, grads) for name in ("q", "k", "key_gate")}
+        self.numbers |= {
+            f"part_{name.removeprefix('key_')}": 0 if x is None else x.stride(0)
+            for name, x in parts.items()
+        }
+        given = {
+            "grad_out": along_rows(grad_out, self.dtype), "out": out, "normalizer": normalizer,
+            "inverse": inverse, "column": column, "grad_v": grads["v"],
+            "grad_decay": grads.get("log_decay"),
+            "grad_gate": None if parts["key_gate"] is None else parts["key_gate"][0],
+            **{f"grad_{name}": parts[name][0] for name in "qk"},  # type: ignore[index]
+        }  # fmt: skip
+        self._run(library, "attend_backward", given)
+        for name, x in parts.items():
+            if x is not None and len(x) > 1:
+                torch.sum(x, 0, out=grads[name])
+        return inverse, column
+
+    def _in_parts(self, name: str, grads: dict[str, Tensor]) -> Tensor | None:
+        """Make room for what each slice of heads contributes, (slices, B, T, heads, ...)."""
+        grad, slices = grads.get(name), self.numbers["slices"]
+        if grad is None or slices == 1:
+            return None if grad is None else grad.unsqueeze(0)
+        return grad.new_empty(slices, *grad.shape)
+
+    def _run(self, library: ctypes.CDLL, name: str, tensors: dict[str, Tensor | None]) -> None:
         """Call a kernel with scratch memory for each of its threads."""
         arrays = {name: array(x) for name, x in (self.tensors | tensors).items()}
         call, kind = Call(**arrays, **self.numbers), str(self.dtype).removeprefix("torch.")
-        measure = getattr(library, f"{size_name}_{kind}")
+        measure = getattr(library, f"scratch_{kind}")
         measure.restype = ctypes.c_int64
         call.scratch_size = measure(ctypes.byref(call))
         scratch = torch.empty(call.scratch_size * call.threads, dtype=self.dtype)

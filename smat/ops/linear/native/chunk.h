@@ -15,26 +15,35 @@ template <class T> struct Call {
     Array<T> out, normalizer, inverse, column, grad_q, grad_k, grad_v, grad_decay, grad_gate;
     const Chunk *chunks;
     const index_t *spans;  // the first chunk of each span, and the end: no window crosses it
-    T *scratch, *states;
+    T *scratch;
     index_t num_spans, batch, key_heads, group, share, slices, key_dim, value_dim, chunk_size,
         num_slots, scratch_size, map, normalize, threads, part_q, part_k, part_gate,
-        adds;
+        adds, heads_at_once, most_chunks;
+
+    index_t head_blocks() const { return (key_heads + heads_at_once - 1) / heads_at_once; }
+    index_t num_tasks() const { return num_spans * batch * head_blocks() * slices; }
 
     index_t width_k() const { return padded<T>(key_dim); }
     index_t width_v() const { return padded<T>(value_dim); }
     index_t width_c() const { return padded<T>(chunk_size); }
-    index_t state_size() const { return padded_rows(std::max(key_dim, value_dim)) *
-                                        std::max(width_k(), width_v()) + width_k(); }
+    index_t state_size() const {  // either way round, and a row for the normaliser
+        const index_t most = std::max(key_dim, value_dim);
+        return std::max(padded_rows(most), padded<T>(most)) * padded<T>(most) + padded<T>(most);
+    }
 };
 
-// A task: one key head of one sequence of the batch, some of the heads that share it, one span.
+// A task: some key heads of one sequence of the batch, or some of the heads that share one, and a
+// span. Heads lie side by side in memory, and what lies side by side is worked off together.
 struct Task {
-    index_t batch, key_head, first, last, begin, end, slice;
+    index_t batch, head_begin, head_end, key_head, first, last, begin, end, slice;
     template <class T> Task(const Call<T> &call, index_t number) {
         const index_t answers = std::max(call.group, call.share);
         slice = number % call.slices, number /= call.slices;
         first = slice * answers / call.slices, last = (slice + 1) * answers / call.slices;
-        key_head = number % call.key_heads, number /= call.key_heads;
+        const index_t blocks = call.head_blocks();
+        head_begin = number % blocks * call.heads_at_once, number /= blocks;
+        head_end = std::min(head_begin + call.heads_at_once, call.key_heads);
+        key_head = head_begin;
         batch = number % call.batch, number /= call.batch;
         begin = call.spans[number], end = call.spans[number + 1];
     }
@@ -71,6 +80,16 @@ template <class T> inline vec<T> dot(const T *x, const T *y, index_t count) {
     return total;
 }
 
+// Ask for rows before they are needed: each is short, so that the processor does not foresee them.
+template <bool WRITE, class T>
+inline void prefetch(const Array<T> &from, index_t b, index_t head, index_t start, index_t rows,
+                     index_t count) {
+    for (index_t i = 0; i < rows; ++i) {
+        const T *x = from.at(b, start + i, head);
+        for (index_t f = 0; f < count; f += 64 / sizeof(T)) __builtin_prefetch(x + f, WRITE, 3);
+    }
+}
+
 // Copy rows into a buffer whose rows are padded with 0.
 template <class T>
 inline void load_rows(const Array<const T> &from, index_t b, index_t head, index_t start, index_t rows,
@@ -81,19 +100,30 @@ inline void load_rows(const Array<const T> &from, index_t b, index_t head, index
     }
 }
 
-template <class T, int MAP> inline void map_rows(T *x, index_t rows, index_t count, index_t width) {
-    for (index_t i = 0; i < rows; ++i) {
-        T *row = x + i * width;
-        for (index_t f = 0; f < width; f += LANES<T>) store(row + f, feature<T>(MAP, load(row + f)));
-        if (count < width) clear(row + count, width - count);
+template <class T, int MAP>
+inline void map_rows(const Array<const T> &from, index_t b, index_t head, index_t start, index_t rows,
+                     index_t count, T *into, index_t width) {
+    for (index_t i = 0; i < rows; ++i, into += width) {
+        const T *x = from.at(b, start + i, head);
+        for (index_t f = 0; f < count; f += LANES<T>)
+            store(into + f, feature<T>(MAP, load_some(x + f, count - f)));
+        if (count < width) clear(into + count, width - count);
     }
 }
 template <class T>
 inline void load_features(int map, const Array<const T> &from, index_t b, index_t head, index_t start,
                           index_t rows, index_t count, T *into, index_t width) {
-    load_rows(from, b, head, start, rows, count, into, width);
-    if (map == ELU) map_rows<T, ELU>(into, rows, count, width);
-    if (map == RELU) map_rows<T, RELU>(into, rows, count, width);
+    const auto load = map == ELU ? map_rows<T, ELU> : map == RELU ? map_rows<T, RELU> : map_rows<T, IDENTITY>;
+    load(from, b, head, start, rows, count, into, width);
+}
+
+// psi of a chunk: features of its keys, times their gate.
+template <class T>
+inline void load_keys(const Call<T> &call, index_t b, index_t head, const Chunk &chunk, T *psi) {
+    const index_t width = call.width_k();
+    load_features(call.map, call.k, b, head, chunk.start, chunk.size(), call.key_dim, psi, width);
+    for (index_t j = 0; call.key_gate && j < chunk.size(); ++j)
+        scale(psi + j * width, width, *call.key_gate.at(b, chunk.start + j, head));
 }
 
 // What is left within a chunk. Sums of gates are kept as two numbers, so that differences of large
@@ -102,6 +132,7 @@ template <class T> struct Decay {
     T *coarse, *fine, *since, *until;  // sums at each token; left of the state before, of each key
     T over = 1;                        // left of what passes the chunk
 
+    Decay() = default;
     Decay(Buffers<T> &buffers, index_t size)
         : coarse(buffers.take(size)), fine(buffers.take(size)), since(buffers.take(size)),
           until(buffers.take(size)) {}
@@ -131,7 +162,6 @@ template <class T> struct Decay {
 
 // Keep the entries of a row up to its own token.
 template <class T> inline vec<T> until_column(vec<T> x, index_t first, index_t last) {
-    if (first + LANES<T> <= last + 1) return x;
-    for (index_t lane = 0; lane < LANES<T>; ++lane) x[lane] = first + lane <= last ? x[lane] : T(0);
-    return x;
+    using integer = typename Vectors<T>::integer;
+    return numbered<T>() <= integer(last - first) ? x : vec<T>{};
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smat.masks import Segment
 from smat.ops.feature_maps import POINTWISE
-from smat.ops.linear.decay import FORGETS, LogDecay
+from smat.ops.linear.decay import LogDecay
 from smat.ops.native.arguments import Array, along_rows, array, num_threads
 from smat.ops.native.build import load
 from smat.ops.smat.long_range import decay_backward
@@ -92,9 +92,9 @@ class LongRange:
             "q": self._wide(q), "k": self._wide(k), "v": self._wide(v),
             "key_gate": self._wide(gates.key_gate),
             "write_weight": self._wide(routing.write_weight),
-            "read_weight": self._by_read(self._wide(routing.read_weight)),
+            "read_weight": _by_read(self._wide(routing.read_weight)),
             "profile": None if routing.profile is None else routing.profile.long(),
-            "query_type": None if types is None else self._by_read(types.long()),
+            "query_type": None if types is None else along_rows(_by_read(types), torch.long),
         }  # fmt: skip
         decay = gates.log_decay if options.decay_scope == "all" else None
         self.moves = None if decay is None else self._decay(LogDecay.of(decay.transpose(1, 2)))
@@ -115,12 +115,6 @@ class LongRange:
 
     def _wide(self, x: Tensor | None) -> Tensor | None:
         return None if x is None else along_rows(x, self.dtype)
-
-    def _by_read(self, x: Tensor | None) -> Tensor | None:
-        """Give (B, T, H) a dimension of reads, and lay that one out without gaps."""
-        if x is None:
-            return None
-        return x.unsqueeze(-1) if x.ndim == 3 else along_rows(x, x.dtype)
 
     def _decay(self, decay: LogDecay) -> Tensor:
         """What gates leave of keys, until, and of tables, since, and at every move (B, Hv, F)."""
@@ -158,6 +152,11 @@ class LongRange:
         return max(1, min(tiles, -(-self.threads // max(1, self.num_heads))))
 
 
+def _by_read(x: Tensor | None) -> Tensor | None:
+    """Give (B, T, H) a dimension of reads."""
+    return x.unsqueeze(-1) if x is not None and x.ndim == 3 else x
+
+
 def long_range(
     inputs: Inputs,
     options: Options,
@@ -190,7 +189,7 @@ def long_range_backward(
     tensors = {"grad_out": along_rows(grad_out, call.dtype), "out": out, "normalizer": normalizer}
     tensors |= {f"grad_{name}": grad for name, grad in grads.items() if name != "log_decay"}
     if "read_weight" in grads:
-        tensors["grad_read_weight"] = grads["read_weight"].view(*out.shape[:3], call.reads)
+        tensors["grad_read_weight"] = _by_read(grads["read_weight"])
     if call.moves is None:
         call.run(tensors, backward=True)
         return
@@ -201,5 +200,4 @@ def long_range_backward(
     call.run(tensors | seen, backward=True)
     by_head = (x.transpose(1, 2).flatten(0, 1) for x in (by_query, by_key))
     moved = decay_backward(*by_head, call.folds.num_distant)
-    moved = moved.view(len(gates), gates.shape[2], -1).transpose(1, 2)
-    grads["log_decay"] += moved.masked_fill(gates <= FORGETS, 0.0)
+    grads["log_decay"] += moved.view(len(gates), gates.shape[2], -1).transpose(1, 2)
