@@ -125,7 +125,7 @@ class Stepper:
 
     def _write_place(self, state: StateTables) -> None:
         for each in state.cohorts:
-            place = [
+            place: list[ctypes.c_int64 | int] = [
                 each.position,
                 each.newest % state.num_slots if each.is_folded else -1,
                 each.segment % state.num_slots,

@@ -85,14 +85,14 @@ class LongRange:
         self.dtype = torch.promote_types(inputs.v.dtype, torch.float32)
         q, k, v, gates, routing = inputs[:5]
         geometry, n = options.mask.geometry, self.folds.num_distant
-        types = routing.query_type
+        types, weight = routing.query_type, routing.read_weight
         self.reads = types.shape[3] if types is not None and types.ndim == 4 else 1
         self.first = k.shape[1] - len(self.folds.query_edge)
         self.tensors: dict[str, Tensor | None] = {
             "q": self._wide(q), "k": self._wide(k), "v": self._wide(v),
             "key_gate": self._wide(gates.key_gate),
             "write_weight": self._wide(routing.write_weight),
-            "read_weight": _by_read(self._wide(routing.read_weight)),
+            "read_weight": None if weight is None else self._wide(_by_read(weight)),
             "profile": None if routing.profile is None else routing.profile.long(),
             "query_type": None if types is None else along_rows(_by_read(types), torch.long),
         }  # fmt: skip
@@ -136,7 +136,7 @@ class LongRange:
         folds = {name: getattr(self.folds, name).data_ptr() for name in POINTERS[1:4]}
         call = Call(**arrays, **folds, **self.numbers, backward=backward)
         call.moves = None if self.moves is None else self.moves.data_ptr()
-        call.num_splits = self._num_splits(backward)
+        call.num_splits = self._num_splits()
         num_units = self.threads if call.num_splits == 1 else self.num_heads * call.num_splits
         sizes = (ctypes.c_int64 * NUM_ROLES)()
         getattr(library, f"work_{kind}")(ctypes.byref(call), sizes)
@@ -145,16 +145,16 @@ class LongRange:
         call.work = ctypes.addressof(work)
         getattr(library, f"long_range_{kind}")(ctypes.byref(call))
 
-    def _num_splits(self, backward: bool) -> int:
+    def _num_splits(self) -> int:
         """Choose in how many parts the columns of a head are worked off, if heads are few."""
         lanes = 64 // self.dtype.itemsize
         tiles = -(-self.inputs.v.shape[3] // lanes)
         return max(1, min(tiles, -(-self.threads // max(1, self.num_heads))))
 
 
-def _by_read(x: Tensor | None) -> Tensor | None:
+def _by_read(x: Tensor) -> Tensor:
     """Give (B, T, H) a dimension of reads."""
-    return x.unsqueeze(-1) if x is not None and x.ndim == 3 else x
+    return x.unsqueeze(-1) if x.ndim == 3 else x
 
 
 def long_range(
@@ -198,6 +198,6 @@ def long_range_backward(
     by_query, by_key = (torch.zeros(gates.shape, dtype=call.dtype) for _ in range(2))
     seen = {"by_query": by_query[:, call.first :], "by_key": by_key}
     call.run(tensors | seen, backward=True)
-    by_head = (x.transpose(1, 2).flatten(0, 1) for x in (by_query, by_key))
-    moved = decay_backward(*by_head, call.folds.num_distant)
+    asked, took = (x.transpose(1, 2).flatten(0, 1) for x in (by_query, by_key))
+    moved = decay_backward(asked, took, call.folds.num_distant)
     grads["log_decay"] += moved.view(len(gates), gates.shape[2], -1).transpose(1, 2)
