@@ -190,26 +190,28 @@ template <class T> struct Array {
     explicit operator bool() const { return data != nullptr; }
 };
 
-// Numbers below the smallest normal one are 0 while a kernel runs: they are very slow to work with.
+// If asked for, numbers below the smallest normal one are 0 while a kernel runs: what decays ends as
+// one of them, and they are very slow to work with.
 class FlushSubnormals {
 #if defined(__SSE2__)
     unsigned before = __builtin_ia32_stmxcsr();
 
   public:
-    FlushSubnormals() { __builtin_ia32_ldmxcsr(before | 0x8040); }
+    explicit FlushSubnormals(bool asked) { __builtin_ia32_ldmxcsr(asked ? before | 0x8040 : before); }
     ~FlushSubnormals() { __builtin_ia32_ldmxcsr(before); }
 #else
   public:
-    FlushSubnormals() {}
+    explicit FlushSubnormals(bool) {}
 #endif
 };
 
 // Work off tasks in some threads, each of which says which of them it is. Threads are started for
 // the call: nothing is left that a fork could break or another library's threads could wait for.
-template <class Work> void in_threads(index_t num_tasks, index_t num_threads, Work work) {
+template <class Work>
+void in_threads(index_t num_tasks, index_t num_threads, Work work, bool flushes = false) {
     std::atomic<index_t> next{0};
     auto run = [&](index_t thread) {
-        FlushSubnormals flush;
+        FlushSubnormals flush(flushes);
         for (index_t task; (task = next.fetch_add(1)) < num_tasks;) work(task, thread);
     };
     std::vector<std::thread> others;

@@ -157,7 +157,7 @@ template <class T> struct Forward {
 template <class T> void attend(const Call<T> &call) {
     in_threads(call.num_tasks(), call.threads, [&](index_t number, index_t thread) {
         Forward<T>(call, call.scratch + thread * call.scratch_size).run(Task(call, number));
-    });
+    }, bool(call.log_decay));
 }
 extern "C" {
 void attend_float32(const Call<float> *call) { attend(*call); }

@@ -276,7 +276,7 @@ template <class T> struct Backward {
 template <class T> void attend_backward(const Call<T> &call) {
     in_threads(call.num_tasks(), call.threads, [&](index_t number, index_t thread) {
         Backward<T>(call, call.scratch + thread * call.scratch_size).run(Task(call, number));
-    });
+    }, bool(call.log_decay));
 }
 extern "C" {
 void attend_backward_float32(const Call<float> *call) { attend_backward(*call); }

@@ -60,7 +60,8 @@ def attend_backward(
     for name, x in given.items():
         if x is not None:
             make = torch.empty_like if has_local and "weight" not in name else torch.zeros_like
-            grads[name] = make(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            wide = torch.promote_types(x.dtype, torch.float32)
+            grads[name] = make(x, dtype=wide, memory_format=torch.contiguous_format)
     if has_local and sequences and out.numel():
         causal = _causal(inputs, options, sequences)
         causal.backward(grad_out, out, normalizer, grads)
