@@ -111,3 +111,10 @@ def test_rows_with_gaps_and_half_precision(threads):
     strided = {name: x.mT.contiguous().mT for name, x in inputs.items()}
     check(strided, mask)
     check({name: x.bfloat16() for name, x in inputs.items()}, mask)
+
+
+@pytest.mark.parametrize("space", SPACES[1:4])
+def test_one_head_is_shared_by_the_threads(space, threads):
+    mask = smat.SMatMask(LENGTH, space[0], 8, space[1], boundary=BOUNDARIES[1])
+    sizes = {"batch": 1, "heads": 1, "group": 2, "sharing": "values", "value_dim": 33}
+    check(draw(mask, "gated and routed", reads=2, **sizes), mask)

@@ -18,22 +18,24 @@ template <class T> struct Gradients : Row<T> {
         std::fill(work[GRAD_PSI], work[GRAD_PSI] + r * call.num_distant * LANES<T>, T(0));
         std::fill(work[GRAD_PHI], work[GRAD_PHI] + r * call.visits() * LANES<T>, T(0));
         this->each_query([&](index_t t, index_t head, index_t visit) {
-            T scale = this->one_or(call.since, t - call.first, h), dot = 0;
-            if (call.normalize) {
-                const T normalizer = *call.normalizer.at(b, t, head);
-                const bool nothing = std::abs(normalizer) < std::numeric_limits<T>::min();
-                scale = nothing ? T(0) : scale / normalizer;
-                const T *grad = call.grad_out.at(b, t, head), *out = call.out.at(b, t, head);
-                vec<T> products{};
-                for (index_t i = 0; i < call.value_dim; i += LANES<T>)
-                    products += load_some(grad + i, call.value_dim - i) *
-                                load_some(out + i, call.value_dim - i);
-                dot = sum<T>(products);
-            }
+            const auto [scale, number] = grad_scale(t, head);
             scales[visit / call.reads] = scale;
-            for (index_t j = 0; j < call.reads; ++j)
-                numbers[queries.place[visit + j]] = -dot * scale;
+            for (index_t j = 0; j < call.reads; ++j) numbers[queries.place[visit + j]] = number;
         });
+    }
+    // What multiplies the gradient of an answer, and the gradient of its normaliser.
+    std::pair<T, T> grad_scale(index_t t, index_t head) const {
+        const T since = this->one_or(call.since, t - call.first, h);
+        if (!call.normalize) return {since, T(0)};
+        const T normalizer = *call.normalizer.at(b, t, head);
+        const bool nothing = std::abs(normalizer) < std::numeric_limits<T>::min();
+        const T scale = nothing ? T(0) : since / normalizer;
+        const T *grad = call.grad_out.at(b, t, head), *out = call.out.at(b, t, head);
+        vec<T> products{};
+        for (index_t i = 0; i < call.value_dim; i += LANES<T>)
+            products += load_some(grad + i, call.value_dim - i) *
+                        load_some(out + i, call.value_dim - i);
+        return {scale, -sum<T>(products) * scale};
     }
     void pack_grads(index_t split) const {
         this->each_query([&](index_t t, index_t head, index_t visit) {
@@ -78,9 +80,7 @@ template <class T> struct Gradients : Row<T> {
                          [&](index_t t, index_t head, index_t visit) { add_query(t, head, visit); });
     }
     void add_key(index_t t) const {
-        const T gate = this->one_or(call.key_gate, t, key_head);
-        const T weight = this->one_or(call.write_weight, t, h);
-        const T left = this->one_or(call.until, t, h);
+        const T scale = this->key_scale(t);
         vec<T> dots{};
         this->fetch(GRAD_PSI, keys, t + AHEAD, call.num_distant, call.feature_tiles());
         for (index_t tile = 0; tile < call.feature_tiles(); ++tile) {
@@ -89,16 +89,21 @@ template <class T> struct Gradients : Row<T> {
                                                     keys.place[t] * LANES<T>);
             dots += x * grad;
             add(call.grad_k.at(b, t, key_head),
-                grad * feature_slope<T>(call.map, x) * (gate * weight * left), tile);
+                grad * feature_slope<T>(call.map, x) * scale, tile);
         }
-        const T dot = sum<T>(dots);
+        add_gates(t, sum<T>(dots));
+    }
+    // Given the dot of a key's features with the gradient of what it wrote.
+    void add_gates(index_t t, T dot) const {
+        const T gate = this->one_or(call.key_gate, t, key_head);
+        const T weight = this->one_or(call.write_weight, t, h);
+        const T left = this->one_or(call.until, t, h);
         if (call.grad_key_gate) *call.grad_key_gate.at(b, t, key_head) += dot * weight * left;
         if (call.grad_write_weight) *call.grad_write_weight.at(b, t, h) += dot * gate * left;
         if (call.by_key) *call.by_key.at(b, t, h) = dot * gate * weight * left;
     }
     void add_query(index_t t, index_t head, index_t visit) const {
         const T *from = this->query(t, head);
-        const index_t q_head = head * call.query_heads / (call.value_heads * call.group());
         vec<T> dots{};
         this->fetch(GRAD_PHI, queries, visit + AHEAD * call.reads, call.visits(),
                     call.feature_tiles());
@@ -113,7 +118,7 @@ template <class T> struct Gradients : Row<T> {
                     call.grad_read_weight.at(b, t, head)[j] += sum<T>(x * found);
             }
             dots += x * grad;
-            add(call.grad_q.at(b, t, q_head), grad * feature_slope<T>(call.map, x), tile);
+            add(call.grad_q.at(b, t, this->query_head(head)), grad * feature_slope<T>(call.map, x), tile);
         }
         if (call.by_query) *call.by_query.at(b, t - call.first, h) += sum<T>(dots);
     }

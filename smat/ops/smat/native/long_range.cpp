@@ -3,7 +3,7 @@
 // The torch form, which says how gates and moving boundaries enter, is smat/ops/smat/long_range.py.
 // A unit of work is a row, or some columns of its values; it goes through its table a block at a
 // time, as many features and columns as a vector has numbers, from keys to answers.
-#include "gradients.h"
+#include "direct.h"
 
 // What both passes do with one block: the tables of every fold, first to last or back.
 template <class T> struct Tables {
@@ -143,8 +143,10 @@ template <class T> void run(const Call<T> &call) {
     in_threads(heads * splits, call.num_threads, [&](index_t task, index_t thread) {
         const index_t head = task / splits, first = head % call.key_heads * call.shared();
         for (index_t h = first; h < first + call.shared(); ++h) {
-            const Row<T> row(call, head / call.key_heads, h, call.work + thread * NUM_ROLES);
-            attend_split(row, task % splits);
+            T **work = call.work + thread * NUM_ROLES;
+            const index_t b = head / call.key_heads;
+            if (call.is_direct()) Direct<T>(call, b, h, work).attend();
+            else attend_split(Row<T>(call, b, h, work), task % splits);
         }
     });
 }
@@ -156,8 +158,13 @@ template <class T> void run_backward(const Call<T> &call) {
         return in_threads(heads, call.num_threads, [&](index_t head, index_t thread) {
             const index_t first = head % call.key_heads * shared;
             for (index_t h = first; h < first + shared; ++h) {
-                const Gradients<T> row(call, head / call.key_heads, h,
-                                       call.work + thread * NUM_ROLES);
+                T **work = call.work + thread * NUM_ROLES;
+                const index_t b = head / call.key_heads;
+                if (call.is_direct()) {
+                    Direct<T>(call, b, h, work).pull();
+                    continue;
+                }
+                const Gradients<T> row(call, b, h, work);
                 pull_split(row, 0);
                 row.add_grads(0, 1);
             }
@@ -175,6 +182,25 @@ template <class T> void run_backward(const Call<T> &call) {
             const index_t head = unit / splits;
             row_of(head, head * splits, splits).add_grads(unit % splits, splits);
         });
+    }
+}
+
+// How many numbers each buffer of a unit holds.
+template <class T> void count_work(const Call<T> &call, index_t *sizes) {
+    const Space space(call.field_size, call.ambient_dim);
+    const index_t n = call.num_distant, visits = call.visits(), r = call.feature_tiles();
+    const index_t c = (call.value_tiles() - 1) / call.num_splits + 1, back = call.backward;
+    const index_t features = std::min(LANES<T>, call.key_dim);
+    const index_t index = 4 * (n + visits) + 2 * (call.num_folds + 2) + space.num_types + 8;
+    const index_t vectors[NUM_ROLES] = {
+        n * r, n * c, back * n * r, back * n * c, visits * r, visits * c, back * visits * r,
+        visits * 3 / LANES<T> + 3, index / LANES<T> + 1, features * space.num_points,
+        space.is_identity() ? 0 : features * space.num_types, space.scratch_vectors()};
+    for (int role = 0; role < NUM_ROLES; ++role)
+        sizes[role] = call.is_direct() && role != INDEX && role != NUMBERS ? 0 : vectors[role] * LANES<T>;
+    if (call.is_direct()) {
+        sizes[POINTS] = Direct<T>::table_size(call, space);
+        sizes[SCRATCH] = Direct<T>::scratch_size(call);
     }
 }
 

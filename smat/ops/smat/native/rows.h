@@ -25,6 +25,7 @@ template <class T> struct Call {
     index_t asking() const { return length - first; }
     index_t visits() const { return group() * asking() * reads; }
     index_t feature_tiles() const { return (key_dim + LANES<T> - 1) / LANES<T>; }
+    bool is_direct() const { return ambient_dim < 2 && reads == 1 && num_splits == 1; }
     index_t value_tiles() const { return (value_dim + LANES<T> - 1) / LANES<T>; }
 };
 
@@ -33,26 +34,12 @@ enum Role {
     SCRATCH, NUM_ROLES
 };
 
-// How many numbers each buffer of a unit holds.
-template <class T> void count_work(const Call<T> &call, index_t *sizes) {
-    const Space space(call.field_size, call.ambient_dim);
-    const index_t n = call.num_distant, visits = call.visits(), r = call.feature_tiles();
-    const index_t c = (call.value_tiles() - 1) / call.num_splits + 1;
-    const index_t features = std::min(LANES<T>, call.key_dim), back = call.backward;
-    const index_t index = 3 * (n + visits) + 2 * (call.num_folds + 2) + space.num_types + 8;
-    const index_t vectors[NUM_ROLES] = {
-        n * r, n * c, back * n * r, back * n * c, visits * r, visits * c, back * visits * r,
-        visits * 3 / LANES<T> + 3, index / LANES<T> + 1, features * space.num_points,
-        space.is_identity() ? 0 : features * space.num_types, space.scratch_vectors()};
-    for (int role = 0; role < NUM_ROLES; ++role) sizes[role] = vectors[role] * LANES<T>;
-}
-
 // Visits sorted by fold and entry: where each goes, and the runs of every fold.
 struct Order {
-    int32_t *place, *entry, *begin, *fold_begin;
+    int32_t *place, *visit, *entry, *begin, *fold_begin;
 
     int32_t *take(int32_t *memory, index_t visits, index_t num_folds) {
-        place = memory, entry = place + visits, begin = entry + visits;
+        place = memory, visit = place + visits, entry = visit + visits, begin = entry + visits;
         fold_begin = begin + visits + 1;
         return fold_begin + num_folds + 1;
     }
@@ -137,7 +124,14 @@ template <class T> struct Row {
         return count < LANES<T> ? keep<T>(value, count) : value;
     }
     const T *query(index_t t, index_t head) const {
-        return call.q.at(b, t, head * call.query_heads / (call.value_heads * call.group()));
+        return call.q.at(b, t, query_head(head));
+    }
+    index_t query_head(index_t head) const {
+        return head * call.query_heads / (call.value_heads * call.group());
+    }
+    T key_scale(index_t t) const {
+        return one_or(call.key_gate, t, key_head) * one_or(call.write_weight, t, h) *
+               one_or(call.until, t, h);
     }
     T one_or(const Array<const T> &x, index_t t, index_t head) const {
         return x ? *x.at(b, t, head) : T(1);
@@ -156,8 +150,7 @@ template <class T> struct Row {
     // Lay features out, keys with all that weighs them, queries with the weight of each read.
     void pack() const {
         for (index_t t = 0; t < call.num_distant; ++t) {
-            const T scale = one_or(call.key_gate, t, key_head) * one_or(call.write_weight, t, h) *
-                            one_or(call.until, t, h);
+            const T scale = key_scale(t);
             for (index_t tile = 0; tile < call.feature_tiles(); ++tile)
                 store(psi(tile) + keys.place[t] * LANES<T>,
                       features(call.k.at(b, t, key_head), tile) * scale);
