@@ -50,10 +50,9 @@ def run_backends(config: BackendsConfig) -> dict[str, Any]:
             calls = {name: _bind(name, inputs, mask) for name in names}
             what = f"T = {seq_len}, d = {vc_dim}"
             timings = measure.time_in_turns(calls, config.repeats, config.budget, device, what)
-            common = {"seq_len": seq_len, "vc_dim": vc_dim, "gated": gated}
             rows += [
-                {**common, "name": name, "timing": timing._asdict(),
-                 "times_as_fast": timings["torch"].ratio_to(timing)}
+                {"seq_len": seq_len, "vc_dim": vc_dim, "name": name + ", gated" * gated,
+                 "timing": timing._asdict(), "ratio": timings["torch"].ratio_to(timing)}
                 for name, timing in timings.items()
             ]  # fmt: skip
     return {**record, "rows": rows}
