@@ -170,17 +170,20 @@ def attend(
     feature_map: FeatureMap = "identity",
     normalize: bool = False,
     decay_scope: str = "all",
+    neighbours: Sequence[Routing] = (),
     **per_token: Tensor | None,
 ) -> tuple[Tensor, SMatState | None]:
     """Attend from the tokens of a call (B, T, H, .): from the beginning, or after the last state.
 
-    Where only ``call.queries`` are wanted, q and what is read are given for these alone.
+    Where only ``call.queries`` are wanted, q and what is read are given for these alone. A hash
+    learns from `neighbours` too, unless there is a state before.
     """
     state = call.before("state")
     if state is not None:
         return attend_after(state, q, k, v, call, **per_token)
     given: dict[str, Any] = {
-        "feature_map": feature_map, "normalize": normalize, "decay_scope": decay_scope, **per_token,
+        "feature_map": feature_map, "normalize": normalize, "decay_scope": decay_scope,
+        "neighbours": neighbours, **per_token,
     }  # fmt: skip
     return attend_from_start(q, k, v, mask, call, call.use_cache, **given)
 
@@ -194,6 +197,7 @@ def attend_from_start(
     keeps_state: bool = False,
     feature_map: FeatureMap = "identity",
     normalize: bool = False,
+    neighbours: Sequence[Routing] = (),
     **given: Any,
 ) -> tuple[Tensor, SMatState | None]:
     """Attend from the tokens of a call that begins sequences, or from its queries alone.
@@ -205,10 +209,11 @@ def attend_from_start(
     if queries is None and call.length <= SHORT and call.is_whole:
         queries = torch.arange(call.length, device=call.device)
     if queries is not None:
-        return smat_attention_at(q, k, v, mask, queries, **given), None
-    return smat_attention(
+        return smat_attention_at(q, k, v, mask, queries, neighbours=neighbours, **given), None
+    out, state = smat_attention(
         q, k, v, mask, attention_mask=call.real, output_final_state=keeps_state, **given
     )
+    return with_neighbours(out, neighbours, q, k, v, mask, call, **given), state
 
 
 def attend_after(
@@ -236,7 +241,7 @@ def with_neighbours(
     q, k, v = q.detach(), k.detach(), v.detach()
     for each in neighbours:
         given |= {"branch": "long_range", "log_decay": log_decay, **each._asdict()}
-        out = out + attend_from_start(q, k, v, mask, call, **given)[0]
+        out = out + smat_attention(q, k, v, mask, attention_mask=call.real, **given)[0]
     return out
 
 

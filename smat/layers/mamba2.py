@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from smat.layers.call import CallInfo, MixerCache, attend, with_neighbours
+from smat.layers.call import CallInfo, MixerCache, attend
 from smat.layers.memory.memory import ProfileMemory
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
@@ -162,8 +162,7 @@ class Mamba2(Mixer):
         routing, bin_position, routing_state = memory.route(x, mask, call)
         routing, read_mask = memory.weigh_values(routing, step), memory.read_mask(mask)
         given: dict[str, Any] = {"decay_scope": memory.decay_scope, "log_decay": log_decay}
-        y, state = attend(q, k, v, read_mask, call, **given, **routing._asdict())
         if call.past is None:
-            neighbours = memory.neighbours(routing, bin_position, mask)
-            y = with_neighbours(y, neighbours, q, k, v, read_mask, call, **given)
+            given["neighbours"] = memory.neighbours(routing, bin_position, mask)
+        y, state = attend(q, k, v, read_mask, call, **given, **routing._asdict())
         return y, {"state": state, "routing": routing_state}

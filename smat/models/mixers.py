@@ -150,15 +150,15 @@ def _mamba2_memory(
     expand: int = 2,
     settings: str = "default",
     selector_conv: int = 0,
+    request_tokens: int = 1,
     selector: str = "top_types",
     boundary: Boundary | None = None,
     **layer: Any,
 ) -> layers.Mixer:
     """Add a memory with learned routing: a geometry for each length, or a boundary schedule."""
     num_heads = expand * width // head_dim
-    options: dict[str, Any] = {
-        "vc_dim": vc_dim, "settings": _settings(settings, selector_conv), "selector": selector,
-    }  # fmt: skip
+    chosen = _settings(settings, selector_conv, request_tokens)
+    options: dict[str, Any] = {"vc_dim": vc_dim, "settings": chosen, "selector": selector}
     if boundary is None:
         memory = layers.ProfileMemory.for_lengths(width, num_heads, lengths=task.lengths, **options)
     else:
@@ -177,18 +177,20 @@ def _gated_deltanet_memory(
     num_heads: int = 4,
     settings: str = "default",
     selector_conv: int = 0,
+    request_tokens: int = 1,
     **layer: Any,
 ) -> layers.Mixer:
     memory = layers.TransportedMemory.for_lengths(
         width, num_heads, vc_dim=vc_dim, lengths=task.lengths,
-        settings=_settings(settings, selector_conv),
+        settings=_settings(settings, selector_conv, request_tokens),
     )  # fmt: skip
     return layers.GatedDeltaNet(width, num_heads=num_heads, memory=memory, **layer)
 
 
-def _settings(name: str, selector_conv: int) -> layers.MemorySettings:
+def _settings(name: str, selector_conv: int, request_tokens: int) -> layers.MemorySettings:
     """Return the settings of a memory: "default" learns, "paper" is what the paper's text says."""
-    return replace(layers.MemorySettings.named(name), selector_conv=selector_conv)
+    named = layers.MemorySettings.named(name)
+    return replace(named, selector_conv=selector_conv, request_tokens=request_tokens)
 
 
 def _mixture(

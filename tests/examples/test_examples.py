@@ -65,3 +65,22 @@ def test_lightning_goes_on_from_its_checkpoint(text_file, tmp_path, capsys):
     moments = list(second.optimizers[0].state.values())
     assert {int(each["step"]) for each in moments} == {3}  # those of the first run were taken up
     assert "def " in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers has advice, too
+def test_transformers_goes_on_from_its_checkpoint_and_loads(text_file, tmp_path, capsys):
+    pytest.importorskip("accelerate")
+    import byte_model_transformers
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    words = [text_file, *SMALL, "--out", str(out)]
+    byte_model_transformers.main([*words, "--steps", "2"])
+    trainer = byte_model_transformers.main([*words, "--steps", "3"])
+    assert trainer.state.global_step == 3
+    moments = list(trainer.optimizer.state.values())
+    assert {int(each["step"]) for each in moments} == {3}  # those of the first run were taken up
+    assert "def " in capsys.readouterr().out
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight), name

@@ -54,16 +54,15 @@ def call(memory, tokens, info=None, branch="long_range"):
     if info.past is not None:
         out, state = attend_after(info.past["state"], q, k, v, info, **per_token)
     else:
-        where = {
-            "attention_mask": info.real, "cu_seqlens": info.cu_seqlens,
-            "decay_scope": memory.decay_scope,
+        given = {
+            "feature_map": "identity", "normalize": False, "cu_seqlens": info.cu_seqlens,
+            "decay_scope": memory.decay_scope, **per_token,
         }  # fmt: skip
         out, state = smat_attention(
-            q, k, v, read_mask, feature_map="identity", normalize=False, branch=branch,
-            output_final_state=info.use_cache, **where, **per_token,
+            q, k, v, read_mask, branch=branch, attention_mask=info.real,
+            output_final_state=info.use_cache, **given,
         )  # fmt: skip
-        scope = {"log_decay": log_decay, "decay_scope": memory.decay_scope}
-        out = with_neighbours(out, neighbours, q, k, v, read_mask, info, **scope)
+        out = with_neighbours(out, neighbours, q, k, v, read_mask, info, **given)
     return out, info.cache(state=state, routing=routing, mask=mask)
 
 

@@ -126,6 +126,8 @@ def test_what_does_not_fit_is_refused_at_construction():
         Mamba2.with_memory(16, **SMALL, **MAMBA, settings="papers")
     with pytest.raises(ValueError, match="-1"):
         MemorySettings(selector_conv=-1)
+    with pytest.raises(ValueError, match="got 4 and a selector_conv of 3"):
+        MemorySettings(selector_conv=3, request_tokens=4)
 
 
 def test_experiments_learn_unless_they_say_so():
@@ -133,5 +135,6 @@ def test_experiments_learn_unless_they_say_so():
         options = {"vc_dim": 3, "head_dim": 16}
         text = MIXERS[mixer](32, MQAR(), **options, settings="paper")
         assert text.memory.settings == MemorySettings.paper()
-        learns = MIXERS[mixer](32, MQAR(), **options, selector_conv=3)
-        assert learns.memory.settings == dataclasses.replace(MemorySettings(), selector_conv=3)
+        chosen = {"selector_conv": 3, "request_tokens": 2}
+        learns = MIXERS[mixer](32, MQAR(), **options, **chosen)
+        assert learns.memory.settings == dataclasses.replace(MemorySettings(), **chosen)

@@ -272,7 +272,8 @@ def test_a_direction_comes_from_what_the_point_comes_from():
     assert not torch.equal(routing.query_type, selector(hidden, routing.profile).query_type)
 
 
-def test_the_convolution_before_a_scorer_starts_as_a_sum():
-    options = {"router_init": "previous_token", "selector_conv": 2}
+@pytest.mark.parametrize(("count", "taps"), [(1, [0, 0, 1]), (2, [0, 1, 1]), (3, [1, 1, 1])])
+def test_the_convolution_before_a_scorer_starts_as_the_sum_of_a_request(count, taps):
+    options = {"router_init": "previous_token", "selector_conv": 3, "request_tokens": count}
     learned = LearnedRouting(8, num_heads=2, geometry=Geometry(3, 5), **options)
-    assert torch.equal(learned.selector_conv.weight, torch.ones(8, 2))
+    assert learned.selector_conv.weight.tolist() == [taps] * 8

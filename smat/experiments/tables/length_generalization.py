@@ -38,8 +38,8 @@ QUICK = LengthRecall(
     gaps=(0, 32, 128, 446), region=32, num_keys=64, num_values=64, num_noise=64, num_eval=64,
 )  # fmt: skip
 STANDARD = LengthRecall(
-    seq_len=256, num_pairs=16, eval_lengths=(256, 512, 1024, 2048), placed_length=2048,
-    gaps=(0, 64, 256, 1918), region=64, num_keys=64, num_values=64, num_noise=64, num_eval=64,
+    seq_len=128, num_pairs=16, eval_lengths=(128, 256, 512, 1024), placed_length=1024,
+    gaps=(0, 32, 128, 958), region=32, num_keys=64, num_values=64, num_noise=64, num_eval=64,
 )  # fmt: skip
 
 
@@ -73,8 +73,9 @@ LENGTH_GENERALIZATION = Experiment.of_presets(
             arms=("kept", "window_4"),
         ),
         "standard": Preset(
-            "trained at T = 256 with 16 pairs for 1,500 steps, evaluated up to 2048",
+            "trained at T = 128 with 16 pairs for 1,500 steps, evaluated up to 1024",
             cells(STANDARD, SMALL_RECIPE.changed(steps=1500)),
+            seeds=(0, 1, 2),
         ),
         "paper": Preset(
             "as in the paper: trained at T = 1024 with 64 pairs, evaluated up to 8192",

@@ -165,6 +165,7 @@ PG19_BYTES = Experiment.of_presets(
                 byte_task(512, num_eval=128, eval_batch_size=2), 128, 2,
                 SMALL_RECIPE.changed(eval_every=300),
             ),
+            seeds=(0, 1, 2),
         ),
         "paper": Preset(
             "as in the paper, where it says: trained at T = 2048, evaluated up to 16384, 3 seeds",

@@ -97,6 +97,7 @@ class Memory(ContentRouting):
         geometries = [each.geometry for each in (mask, *other_masks)]
         learned["router_init"] = chosen.router_init
         learned["selector_conv"] = chosen.selector_conv
+        learned["request_tokens"] = chosen.request_tokens
         super().__init__(LearnedRouting(hidden_size, num_heads, geometries, **learned))
         self.hidden_size, self.num_heads, self.settings = hidden_size, num_heads, chosen
         self.mask, self.masks = mask, (mask, *other_masks)

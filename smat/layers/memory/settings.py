@@ -41,9 +41,11 @@ class MemorySettings:
         "average" starts with equal taps instead, which did for one key only; "random" is torch's
         draw. The paper names none. Selectors that read by the query's own hash keep the draw.
     selector_conv: the width of a short convolution before the scorer, 0 for none (the paper's): in
-        a one-layer model the scorer sees the last key alone otherwise. It starts as a sum (started
-        as the own token, an average or a draw it left no plateau for two keys or more), so make it
-        as wide as a request: tokens beside it are noise.
+        a one-layer model the scorer sees the last key alone otherwise.
+    request_tokens: of how many of the last tokens that convolution starts as the sum. 1 is the
+        token alone; a request for k keys wants k (started with fewer, as an average or as a draw,
+        two keys or more left no plateau), and a convolution of 3 even where k is 2: one of exactly
+        two taps stayed at 0.
     """
 
     memory_decay: MemoryDecay = "none"
@@ -52,6 +54,7 @@ class MemorySettings:
     straight_through: StraightThrough = "neighbour"
     router_init: RouterInit = "previous_token"
     selector_conv: int = 0
+    request_tokens: int = 1
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -63,6 +66,9 @@ class MemorySettings:
             raise ValueError(f"gate_init must lie between 0 and 1, got {self.gate_init}")
         if self.selector_conv < 0:
             raise ValueError(f"selector_conv must be a width or 0, got {self.selector_conv}")
+        if not 1 <= self.request_tokens <= max(1, self.selector_conv):
+            widths = f"{self.request_tokens} and a selector_conv of {self.selector_conv}"
+            raise ValueError(f"request_tokens must be 1 or more and fit the taps, got {widths}")
 
     @classmethod
     def paper(cls) -> MemorySettings:

@@ -11,7 +11,7 @@ it is SMat-Attention between carried queries and carried keys, to which recent t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from smat.layers.call import CallInfo, attend_after, attend_from_start, with_neighbours
+from smat.layers.call import CallInfo, attend_after, attend_from_start
 from smat.masks import SMatMask
 from smat.masks.boundary import KeptBoundary
 from smat.ops import SMatState
@@ -73,7 +73,7 @@ def read_transported(
     routing: Routing,
     mask: SMatMask,
     call: CallInfo,
-    neighbours: Iterable[Routing] = (),
+    neighbours: Sequence[Routing] = (),
 ) -> tuple[Tensor, TransportState | None]:
     """Return what the tokens of a call read of the distant ones, (B, T, H, V), and the state.
 
@@ -101,9 +101,8 @@ def read_transported(
         keys = F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant))
         given = (queries, keys, tokens.v, mask, replace(call, real=None))  # padding is closed
         read, tables = attend_from_start(
-            *given, call.use_cache, branch="long_range", **routing._asdict()
+            *given, call.use_cache, branch="long_range", neighbours=neighbours, **routing._asdict()
         )
-        read = with_neighbours(read, neighbours, *given)
         out = call.close(read)
     if not call.use_cache:
         return out, None

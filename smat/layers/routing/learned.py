@@ -25,7 +25,7 @@ from smat.layers.call import CallInfo
 from smat.layers.mixer import reset_children
 from smat.layers.primitives import keep_from_decay_
 from smat.layers.routing.selectors import SELECTORS, TopTypes, point_mask
-from smat.layers.routing.starts import align_scorer_, start_taps_
+from smat.layers.routing.starts import align_scorer_, start_taps_, sum_last_taps_
 from smat.layers.short_convolution import ShortConvolution, last_inputs
 from smat.masks import SMatMask
 from smat.ops.smat.routing import Routing
@@ -51,7 +51,7 @@ class LearnedRouting(nn.Module):
     "factored", "own_hyperplane" or "own_cell".
 
     An address depends on its own token and the three before it, over the boundary of the local
-    branch too. `router_init` and `selector_conv` are those of `MemorySettings`.
+    branch too. `router_init`, `selector_conv` and `request_tokens` are those of `MemorySettings`.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class LearnedRouting(nn.Module):
         conv_width: int = 4,
         router_init: str = "random",
         selector_conv: int = 0,
+        request_tokens: int = 1,
     ) -> None:
         super().__init__()
         if selector not in SELECTORS:
@@ -82,7 +83,7 @@ class LearnedRouting(nn.Module):
             {key: self.kind(*sizes, each, num_reads) for key, each in keyed}
         )
         self.router_init, self.num_kept = router_init, max(conv_width, selector_conv) - 1
-        self.selector_conv = None
+        self.selector_conv, self.request_tokens = None, request_tokens
         if selector_conv:
             self.selector_conv = ShortConvolution(hidden_size, selector_conv, activation=False)
         self._start()
@@ -97,7 +98,7 @@ class LearnedRouting(nn.Module):
             return
         start_taps_(self.conv.weight, self.router_init)
         if self.selector_conv is not None:
-            nn.init.ones_(self.selector_conv.weight)  # all keys that a request names, alike
+            sum_last_taps_(self.selector_conv.weight, self.request_tokens)
         scale = AVERAGE_SCALE if self.router_init == "average" else 1.0
         for key, selector in self.selectors.items():
             hashed = self.projections[key]

@@ -32,6 +32,19 @@ def start_taps_(weight: Tensor, router_init: str) -> None:
 
 
 @torch.no_grad()
+def sum_last_taps_(weight: Tensor, count: int) -> None:
+    """Start taps (channels, width) as the sum of the last `count` tokens.
+
+    >>> taps = torch.randn(1, 3)
+    >>> sum_last_taps_(taps, 2)
+    >>> taps
+    tensor([[0., 1., 1.]])
+    """
+    nn.init.zeros_(weight)
+    weight[:, weight.shape[-1] - count :] = 1
+
+
+@torch.no_grad()
 def align_scorer_(
     scorer: nn.Linear, direction: Tensor, gain: Tensor, geometry: Geometry, scale: float
 ) -> None:

@@ -7,6 +7,8 @@ this is the way for a task that asks at a few positions of short sequences.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ def attend_few(
     routing: Routing,
     positions: Tensor,
     options: Options,
+    neighbours: Sequence[Routing] = (),
 ) -> Tensor:
     """Return the output of queries (B, R, H, K) at positions (R,): (B, R, H, V), fp32 or wider.
 
@@ -42,25 +45,27 @@ def attend_few(
     >>> plain = Options(mask, "identity", normalize=False)
     >>> attend_few(q, k, v, Gates(), Routing(), torch.tensor([6]), plain).flatten()
     tensor([0., 1., 0., 1., 1., 1., 1., 0.])
+
+    What tokens write to `neighbours`, by other profiles and weights, is read in the same products.
     """
     mask, positions, num_heads = options.mask, positions.long(), max(q.shape[2], v.shape[2])
     # Types are here at the positions alone, which are checked beside them.
     check_values(gates, routing, None, positions, mask, k.shape[1])
     q, k, v = (repeat_heads(x, num_heads) for x in (q, k, v))
     log_decay, key_gate = (repeat_heads(x, num_heads) for x in gates)
-    profile, write_weight = (
-        repeat_heads(x, num_heads) for x in (routing.profile, routing.write_weight)
-    )
+    writes = [
+        [repeat_heads(x, num_heads) for x in (each.profile, each.write_weight)]
+        for each in (routing, *neighbours)
+    ]
     wide = torch.promote_types(v.dtype, torch.float32)
     key_at = torch.arange(k.shape[1], device=k.device)
     distant = key_at < mask.boundaries(k.shape[1], k.device)[positions, None]
     with torch.autocast(q.device.type, enabled=False):
-        weights = _weigh_keys(mask, positions, distant, profile, _seen_profiles(
-            mask, positions, routing, wide))  # fmt: skip
+        seen = _seen_profiles(mask, positions, routing, wide)
+        read = sum(_read_writes(mask, profile, weight, seen, key_at) for profile, weight in writes)
+        weights = torch.where(distant, read, 1).masked_fill(key_at > positions[:, None], 0)
         if options.branch != "both":
             weights = weights * (distant if options.branch == "long_range" else ~distant)
-        if write_weight is not None:
-            weights = torch.where(distant, weights * _per_key(write_weight, wide), weights)
         keeps = options.decay_scope == "recurrent"  # what is distant
         if log_decay is not None and not (keeps and options.branch == "long_range"):
             left = _decay(log_decay, positions, wide)
@@ -78,7 +83,8 @@ def attend_few(
 def _map(name: str, x: Tensor) -> Tensor:
     """Apply a pointwise map in a form that autograd differentiates as the op does, at 0 too."""
     if name == "elu":
-        return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        positive = x.relu()  # x - positive is min(x, 0), whose slope at 0 is 1
+        return (x - positive).exp() + positive
     return torch.relu(x) if name == "relu" else x
 
 
@@ -116,19 +122,17 @@ def _seen_profiles(
     return seen.sum(-2).transpose(1, 2)
 
 
-def _weigh_keys(
-    mask: SMatMask, positions: Tensor, distant: Tensor, profile: Tensor | None, seen: Tensor
+def _read_writes(
+    mask: SMatMask, profile: Tensor | None, weight: Tensor | None, seen: Tensor, key_at: Tensor
 ) -> Tensor:
-    """Weigh the keys that each query sees, (1, R, T) or (B, H, R, T)."""
-    key_at = torch.arange(distant.shape[-1], device=distant.device)
+    """Weigh keys, as distant ones, by what each query sees of their profiles: (..., R, T)."""
     if profile is None:
-        on_hyperplane = seen[..., mask.profile(key_at)]
+        read = seen[..., mask.profile(key_at)]
     else:
         cells = profile.long().transpose(1, 2).unsqueeze(2)  # (B, H, 1, T)
         shape = (*cells.shape[:2], seen.shape[-2], -1)
-        on_hyperplane = seen.expand(shape).gather(-1, cells.expand(shape))
-    weights = torch.where(distant, on_hyperplane, 1)
-    return weights.masked_fill(key_at > positions[:, None], 0)
+        read = seen.expand(shape).gather(-1, cells.expand(shape))
+    return read if weight is None else read * _per_key(weight, seen.dtype)
 
 
 def _decay(log_decay: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:

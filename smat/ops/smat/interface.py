@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -137,6 +139,7 @@ def smat_attention_at(
     branch: str = "both",
     decay_scope: str = "all",
     backend: str = "auto",
+    neighbours: Sequence[Routing] = (),
     **per_token: Tensor | None,
 ) -> Tensor:
     """Attend from a few queries (B, R, H, K) that stand at given positions (R,) among the keys.
@@ -150,7 +153,8 @@ def smat_attention_at(
     True
 
     The arguments of `smat_attention`: gates, profile and write_weight for all tokens, query_type
-    and read_weight at these positions. It is for layers that need no query elsewhere.
+    and read_weight at these positions. It is for layers that need no query elsewhere, and may have
+    `neighbours`: more profiles, in which tokens write with a weight of 0 for its gradient's sake.
     """
     gates, routing = sort_per_token("smat_attention_at", per_token)
     check.check_tensor("positions", positions, "integers")
@@ -166,8 +170,12 @@ def smat_attention_at(
     options = Options(mask, pointwise, normalize, branch, decay_scope, backend)
     # A compiler would trace through the written-out rows; to it the operator is one node.
     if cu_seqlens is None and not torch.compiler.is_compiling() and is_few(q, k):
-        return attend_few(q, k, v, gates, routing, positions, options).to(dtype)
-    return _attend(q, k, v, gates, routing, positions, cu_seqlens, options).to(dtype)
+        return attend_few(q, k, v, gates, routing, positions, options, neighbours).to(dtype)
+    out = _attend(q, k, v, gates, routing, positions, cu_seqlens, options)
+    for each in neighbours:
+        written = options._replace(branch="long_range")
+        out = out + _attend(q, k, v, gates, each, positions, cu_seqlens, written)
+    return out.to(dtype)
 
 
 def _check(
