@@ -61,16 +61,17 @@ def run_backends(config: BackendsConfig) -> dict[str, Any]:
 def _draw(
     config: BackendsConfig, seq_len: int, vc_dim: int, gated: bool, device: torch.device
 ) -> tuple[dict[str, Tensor], smat.SMatMask]:
-    shape, like = (1, seq_len, config.heads), {"dtype": measure.DTYPES[config.dtype]}
+    shape, dtype = (1, seq_len, config.heads), measure.DTYPES[config.dtype]
     widths = {"q": config.key_dim, "k": config.key_dim, "v": config.value_dim}
     inputs = {
-        name: torch.randn(*shape, width, device=device, **like) for name, width in widths.items()
+        name: torch.randn(*shape, width, device=device, dtype=dtype)
+        for name, width in widths.items()
     }
     if gated:
-        inputs["log_decay"] = -0.1 * torch.rand(shape, device=device, **like)
+        inputs["log_decay"] = -0.1 * torch.rand(shape, device=device, dtype=dtype)
     if config.both:
         inputs = {name: x.requires_grad_() for name, x in inputs.items()}
-        inputs["grad_out"] = torch.randn(*shape, config.value_dim, device=device, **like)
+        inputs["grad_out"] = torch.randn(*shape, config.value_dim, device=device, dtype=dtype)
     return inputs, smat.SMatMask(seq_len, vc_dim, config.chunk_size)
 
 
