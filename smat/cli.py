@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 from rich.console import Console
 
@@ -15,8 +16,11 @@ from smat.bench.cli import app as bench_app
 from smat.data.cli import app as data_app
 from smat.experiments.cli import app as experiments_app
 from smat.experiments.cli import examples
+from smat.machine import num_cores, processor_name
 from smat.masks.boundary import BoundarySchedule
 from smat.masks.mask import SMatMask, SMatWarning
+from smat.ops.backend import available_backends
+from smat.ops.native import build
 from smat.report.figures import mask_figure, save_figure
 from smat.report.terminal_tables import geometry_row, rows_table
 
@@ -125,6 +129,22 @@ def geometry(
         f"batch {batch}, {dtype} (1 MB = 10^6 bytes).\n"
         f"VC = d: yes where the proof applies, for d > 1 that is P <= n and 2B <= m."
     )
+
+
+@app.command(epilog=examples("smat info"))
+def info() -> None:
+    """Print which backends run here, and how native kernels are compiled and kept."""
+    rows = {
+        "processor": f"{processor_name()}, {num_cores()} cores",
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "backends on cpu": ", ".join(available_backends("cpu")),
+        "native kernels": build.why_not() or "compiled on first use",
+        "compiler": " ".join(build.find_compiler()) or "none",
+        "flags": " ".join(build.compile_command()[len(build.find_compiler()) :]),
+        "cache": f"{build.cache_folder()}, {len(build.cached_libraries())} libraries",
+    }
+    for name, text in rows.items():
+        typer.echo(f"{name + ':':18}{text}")
 
 
 def _schedule(

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from smat.bench import config as configs
 from smat.bench.attention import run_attention
+from smat.bench.backends import BackendsConfig, run_backends
 from smat.bench.decode import run_decode
 from smat.bench.kernels import run_kernels
 from smat.bench.language_model import run_generate, run_step
@@ -177,6 +178,7 @@ add_command(
     "--device sm_90 --width 64 --dtype bf16 --no-bytes",
     show=print_kernels,
 )
+add_command("backends", BackendsConfig, run_backends, "--seq-len 65536 --both --vc-dim 1")
 add_command("layers", configs.LayersConfig, run_layers, "--seq-len 16384 --vc-dim 2 --repeats 5")
 add_command("lm-step", configs.StepConfig, run_step, "--boundary kept", "--checkpointing")
 add_command("lm-generate", configs.GenerateConfig, run_generate, "--tokens 500 --boundary kept")

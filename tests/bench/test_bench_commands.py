@@ -279,3 +279,16 @@ def test_layers_that_are_wrong_are_not_timed(capsys, tmp_path, monkeypatch):
     assert result is None
     assert "Mamba-2" in error
     assert "nothing was timed" in error
+
+
+def test_backends(capsys, tmp_path):
+    sizes = ["--heads", "1", "--key-dim", "4", "--value-dim", "4", "--repeats", "2"]
+    status, _, _, result = run(
+        capsys, tmp_path, "backends", "--seq-len", "100", "--vc-dim", "1", "--both", *sizes
+    )
+    assert status == 0
+    assert_sound(result, "backends")
+    names = smat.ops.backend.available_backends("cpu")
+    found = {row["name"]: row["ratio"] for row in result["rows"]}
+    assert list(found) == [*names, *(f"{name}, gated" for name in names)]
+    assert found["torch"] == found["torch, gated"] == 1

@@ -132,6 +132,11 @@ def cache_folder() -> Path:
     return Path(home) / "smat" / "native"
 
 
+def cached_libraries() -> list[Path]:
+    """List the libraries that were kept."""
+    return sorted(cache_folder().glob("*.so"))
+
+
 @contextmanager
 def _cache_folder() -> Iterator[Path]:
     """Open the user's folder, or one that is gone after loading, if that one cannot be used.

@@ -33,6 +33,7 @@ template <> struct Vectors<float> {
     typedef VECTOR_OF(float) type;
     typedef int32_t integer;
     typedef VECTOR_OF(int32_t) bits;
+    typedef VECTOR_OF(uint32_t) raw;  // which may overflow
     static constexpr float magic = 12582912.0f, lowest = -87.33f;  // 1.5 * 2^23; log(tiny), rounded up
     static constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
     static constexpr int mantissa = 23, degree = 7;
@@ -41,6 +42,7 @@ template <> struct Vectors<double> {
     typedef VECTOR_OF(double) type;
     typedef int64_t integer;
     typedef VECTOR_OF(int64_t) bits;
+    typedef VECTOR_OF(uint64_t) raw;
     static constexpr double magic = 6755399441055744.0, lowest = -708.39;  // 1.5 * 2^52; log(tiny)
     static constexpr double log2e = 1.4426950408889634;
     static constexpr double ln2_high = 0.6931471803691238, ln2_low = 1.9082149292705877e-10;
@@ -89,7 +91,7 @@ template <class T> inline vec<T> exp_or_zero(vec<T> x) {
         factorial /= k;
         series = series * rest + 1 / factorial;
     }
-    const auto bits = (typename V::bits)series + ((typename V::bits)shifted << V::mantissa);
+    const auto bits = (typename V::raw)series + ((typename V::raw)shifted << V::mantissa);
     vec<T> result = x < V::lowest ? vec<T>{} : (vec<T>)bits;
     return x != x ? x : result;
 }

@@ -32,8 +32,10 @@ def attend(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     sequences = _cut(inputs, options)
     for sequence in sequences:
         if sequence.has_distant:
-            here = (x[:, sequence.tokens] for x in (out, normalizer))
-            long_range(sequence.inputs, sequence.options, sequence.segments, *here)
+            at = sequence.tokens
+            long_range(
+                sequence.inputs, sequence.options, sequence.segments, out[:, at], normalizer[:, at]
+            )
     if options.branch != "long_range":
         if sequences and out.numel():
             _causal(inputs, options, sequences).attend(out, normalizer, options.branch == "both")
@@ -67,9 +69,12 @@ def attend_backward(
         causal.backward(grad_out, out, normalizer, grads)
     for sequence in sequences:
         if sequence.has_distant:
-            here = (x[:, sequence.tokens] for x in (grad_out, out, normalizer))
-            own = {name: grad[:, sequence.tokens] for name, grad in grads.items()}
-            long_range_backward(sequence.inputs, sequence.options, sequence.segments, *here, own)
+            at = sequence.tokens
+            own = {name: grad[:, at] for name, grad in grads.items()}
+            long_range_backward(
+                sequence.inputs, sequence.options, sequence.segments,
+                grad_out[:, at], out[:, at], normalizer[:, at], own,
+            )  # fmt: skip
     if inputs.gates.log_decay is not None:
         grads["log_decay"].masked_fill_(inputs.gates.log_decay <= FORGETS, 0.0)
     return grads
