@@ -9,6 +9,7 @@ import torch
 import smat
 from smat.ops.backend import available_backends
 from smat.ops.native import arguments
+from smat.ops.smat.native.decode import Stepper
 from tests.ops.smat.comparison import relative_rms
 from tests.ops.smat.decoding import KINDS, SCHEDULES, at, empty_for, make_case
 
@@ -35,6 +36,7 @@ def test_equals_the_torch_step(vc_dim, schedule, kind):
     options = {"branch": "long_range"} if schedule == "doubling" else {}
     native, torch_state = (empty_for(mask, inputs, **options) for _ in range(2))
     found, expected = steps(native, inputs, "native"), steps(torch_state, inputs, "torch")
+    assert isinstance(native.numbers, Stepper)  # and not the torch step in its place
     assert relative_rms(found, expected) <= 1e-12
     assert native.tensors.keys() == torch_state.tensors.keys()
     assert native.positions == torch_state.positions

@@ -140,6 +140,7 @@ template <class T> void pull_split(const Gradients<T> &row, index_t split) {
 
 template <class T> void run(const Call<T> &call) {
     const index_t heads = call.batch * call.key_heads, splits = call.num_splits;
+    const bool flushes = call.moves != nullptr;  // gates make numbers that nearly vanish
     in_threads(heads * splits, call.num_threads, [&](index_t task, index_t thread) {
         const index_t head = task / splits, first = head % call.key_heads * call.shared();
         for (index_t h = first; h < first + call.shared(); ++h) {
@@ -148,12 +149,13 @@ template <class T> void run(const Call<T> &call) {
             if (call.is_direct()) Direct<T>(call, b, h, work).attend();
             else attend_split(Row<T>(call, b, h, work), task % splits);
         }
-    });
+    }, flushes);
 }
 
 template <class T> void run_backward(const Call<T> &call) {
     const index_t heads = call.batch * call.key_heads, shared = call.shared();
     const index_t splits = call.num_splits;
+    const bool flushes = call.moves != nullptr;  // gates make numbers that nearly vanish
     if (splits == 1)
         return in_threads(heads, call.num_threads, [&](index_t head, index_t thread) {
             const index_t first = head % call.key_heads * shared;
@@ -168,7 +170,7 @@ template <class T> void run_backward(const Call<T> &call) {
                 pull_split(row, 0);
                 row.add_grads(0, 1);
             }
-        });
+        }, flushes);
     // Every split has the gradients of features from its columns alone: they are added up behind.
     for (index_t m = 0; m < shared; ++m) {
         auto row_of = [&](index_t head, index_t unit, index_t parts) {
@@ -177,7 +179,7 @@ template <class T> void run_backward(const Call<T> &call) {
         };
         in_threads(heads * splits, call.num_threads, [&](index_t unit, index_t) {
             pull_split(row_of(unit / splits, unit, 1), unit % splits);
-        });
+        }, flushes);
         in_threads(heads * splits, call.num_threads, [&](index_t unit, index_t) {
             const index_t head = unit / splits;
             row_of(head, head * splits, splits).add_grads(unit % splits, splits);

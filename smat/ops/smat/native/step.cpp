@@ -131,7 +131,7 @@ template <class T> int run(const Step<T> &s) {
     in_threads(s.batch * s.heads, s.num_threads, [&](index_t row, index_t) {
         std::vector<T> scratch(size);
         step_head(s, row / s.heads, row % s.heads, scratch.data());
-    });
+    }, s.log_decay != nullptr);
     for (index_t b = 0; b < s.batch; ++b) ++s.place[4 * b];
     return 0;
 }
@@ -202,7 +202,7 @@ template <class T> void fold_row(const Slab<T> &s, const Space &space, index_t i
 }
 
 template <class T> void fold(const Slab<T> &s) {
-    FlushSubnormals flush;
+    FlushSubnormals flush(s.left != nullptr);
     const Space space(s.field_size, s.ambient_dim);
     for (index_t i = 0; i < s.num_rows; ++i) fold_row(s, space, i);
 }
