@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS)
 REQUIREMENTS := pyproject.toml constraints.txt
 RUN_READY := $(VENV)/.ready-run
 TEST_READY := $(VENV)/.ready-test
+DOCS_READY := $(VENV)/.ready-docs
 OUT := out
 # Runs at a time, each on its share of the cores.
 JOBS ?= 2
@@ -19,7 +20,7 @@ FUZZ_FROM ?= 0
 PYTEST_WORKERS ?= --numprocesses auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help run example test test-slow fuzz lint types format figures paper-map clean
+.PHONY: help run example test test-slow fuzz lint types format figures paper-map docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -52,13 +53,16 @@ format: $(TEST_READY) ## let ruff fix and format what it can
 	$(BIN)/ruff format .
 
 figures: $(RUN_READY) ## redraw the pictures that the documentation shows
-	$(BIN)/smat mask --seq-len 128 --vc-dim 1 --vc-dim 2 --vc-dim 3 --vc-dim 4 --out docs/masks.png
+	$(BIN)/smat mask --seq-len 128 --vc-dim 3 --boundary rebuilt --boundary window --out docs/masks.png
 
-paper-map: ## write the line numbers of the paper's map in CONTRIBUTING.md anew
+paper-map: ## write the line numbers of the paper's map, docs/paper.md, anew
 	$(PYTHON) tools/paper_map.py
 
+docs: $(DOCS_READY) ## build the documentation into site/, with every warning an error
+	NO_MKDOCS_2_WARNING=1 PATH="$(BIN):$$PATH" $(BIN)/mkdocs build --strict
+
 clean: ## remove the environment, the caches and what the commands wrote
-	rm -rf $(VENV) $(OUT) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OUT) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find smat tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -72,4 +76,8 @@ $(RUN_READY): $(REQUIREMENTS) | $(BIN)/python
 
 $(TEST_READY): $(REQUIREMENTS) | $(BIN)/python
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(REQUIREMENTS) | $(BIN)/python
+	$(PIP) --constraint constraints.txt --editable '.[docs]'
 	@touch $@

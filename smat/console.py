@@ -1,4 +1,4 @@
-"""What the command line says on the side: warnings as one line each."""
+"""How the command line speaks: tables of at most 100 columns, warnings as one line each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,19 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+WIDTH = 100  # columns that every table fits into, whatever the terminal
+
+
+def table_console() -> Console:
+    """Make the console for tables, in which no text is obeyed as markup."""
+    from rich.console import Console
+
+    return Console(width=WIDTH, highlight=False, markup=False)
 
 
 @contextmanager

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 
 class MissingExtraError(ImportError):
@@ -35,3 +37,16 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name != package:
             raise
         raise missing_extra(package, extra) from error
+
+
+def called_later(module: str, name: str) -> Callable[..., Any]:
+    """Stand in for a function whose module is imported when it is called, not before.
+
+    >>> called_later("math", "floor")(2.5)
+    2
+    """
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        return getattr(import_module(module), name)(*arguments, **options)
+
+    return call

@@ -5,7 +5,8 @@ import random
 import pytest
 from hypothesis import HealthCheck, settings
 
-from smat.data import DATA_VARIABLE, make_encoder, prepare_tokens
+from smat.data.shards import DATA_VARIABLE, prepare_tokens
+from smat.data.tokens import make_encoder
 
 settings.register_profile(
     "smat", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]

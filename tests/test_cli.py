@@ -4,9 +4,12 @@ import json
 
 import pytest
 
+import smat
+
 pytest.importorskip("typer")
 
 from smat.__main__ import main
+from smat.console import WIDTH
 
 
 def run(capsys, *arguments):
@@ -48,6 +51,7 @@ def test_no_number_is_cut_however_long(capsys):
     assert status == 0
     assert "499,999,999,936" in out
     assert "…" not in out
+    assert max(map(len, out.splitlines())) <= WIDTH
 
 
 def test_geometry_row_by_row(capsys):
@@ -78,6 +82,38 @@ def test_a_length_without_a_distant_block_is_plain_linear_attention(capsys):
     row = geometry_rows(capsys, "--seq-len", "100", "--vc-dim", "3")[3]
     assert (row["num_distant"], row["num_recent"], row["cache_states"]) == (0, 100, 1)
     assert row["additions_factored"] == row["additions_algorithm2"] == 0
+
+
+def test_without_a_length_the_vc_dimension_is_guaranteed(capsys, tmp_path):
+    for options, length in (([], 128), (["--vc-dim", "2"], 64), (["--vc-dim", "4"], 1024)):
+        status, printed, _ = run(capsys, "mask", *options, "--out", str(tmp_path / "mask.png"))
+        assert status == 0
+        assert f"T = {length}," in printed
+        assert "not guaranteed" not in printed
+
+
+def test_the_version_is_the_one_of_the_package(capsys):
+    assert run(capsys, "--version") == (0, f"smat {smat.__version__}\n", "")
+
+
+def test_recommend_takes_the_largest_d_that_is_proved_and_fits(capsys):
+    status, out, err = run(capsys, "recommend", "--seq-len", "65536")
+    assert (status, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= WIDTH
+    words = " ".join(out.split())
+    assert "d = 3: the largest that is proved here and fits." in words
+    assert "boundary=smat.schedules.window(8192)" in words
+    assert "softmax attention is about as fast" not in words
+    _, out, _ = run(capsys, "recommend", "--seq-len", "65536", "--memory", "30MB")
+    assert "d = 2: the largest" in out
+    _, out, _ = run(capsys, "recommend", "--seq-len", "65536", "--memory", "1GB")
+    assert "d = 4: the largest" in out
+
+
+def test_recommend_sends_short_sequences_to_softmax(capsys):
+    _, out, _ = run(capsys, "recommend", "--seq-len", "1000", "--memory", "1.2 MB")
+    assert "softmax attention is about as fast or faster" in " ".join(out.split())
+    assert "d = 1: linear attention" in out
 
 
 def test_mask_writes_a_picture_and_says_where(capsys, tmp_path):
@@ -120,10 +156,12 @@ def test_mask_draws_every_schedule(capsys, tmp_path, options, described):
         (["mask", "--seq-len", "100000"], "100000"),
         (["mask", "--out", "mask.txt"], "mask.txt"),
         (["mask", "--boundary", "kept"], "--num-distant"),
-        (["mask", "--boundary", "kept", "--num-distant", "65"], "65"),
-        (["mask", "--window-step", "8"], "--boundary window"),
-        (["mask", "--num-distant", "8"], "--boundary kept"),
+        (["mask", "--seq-len", "64", "--boundary", "kept", "--num-distant", "65"], "65"),
+        (["mask", "--seq-len", "64", "--window-step", "8"], "--boundary window"),
+        (["mask", "--seq-len", "64", "--num-distant", "8"], "--boundary kept"),
         (["geometry", "--seq-len", "-3"], "-3"),
+        (["recommend", "--seq-len", "64", "--memory", "much"], "much"),
+        (["recommend", "--seq-len", "9999", "--memory", "1kB"], "d = 1 keeps 0.3 MB"),
         (["geometry", "--heads", "0"], "heads"),
         (["geometry", "--chunk-size", "0"], "chunk_size"),
     ],

@@ -3,8 +3,11 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
+
+import smat
 
 # What torch itself needs; everything else outside the standard library is hidden.
 TORCH_AND_ITS_NEEDS = {
@@ -55,6 +58,18 @@ def test_import_works_with_torch_alone():
     assert (done.returncode, done.stdout) == (0, "30\n"), done.stderr
 
 
+def test_unknown_names_are_refused_and_known_ones_listed():
+    with pytest.raises(AttributeError, match="module 'smat' has no attribute 'attention'"):
+        _ = smat.attention
+    assert set(smat.__all__) <= set(dir(smat))
+    assert all(getattr(smat, name) is not None for name in smat.__all__)
+
+
+def test_the_citation_has_the_version_of_the_package():
+    lines = (Path(smat.__file__).parents[1] / "CITATION.cff").read_text().splitlines()
+    assert f"version: {smat.__version__}" in lines
+
+
 def test_import_loads_no_optional_package():
     optional = ["triton", "transformers", "lightning", "ray", "matplotlib", "typer", "safetensors"]
     done = run_hiding(
@@ -67,6 +82,22 @@ def test_import_loads_no_optional_package():
         """
     )
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["bench"], ["bench", "prefill"], ["run"], ["mask"], ["data", "prepare"]]
+)
+def test_help_is_printed_without_torch_within_a_second(words):
+    done = run_hiding(
+        f"""
+        import time
+        from smat.__main__ import main
+        assert main({[*words, "--help"]!r}) == 0
+        print("torch" in sys.modules, time.process_time() < 1)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "False True"
 
 
 @pytest.mark.parametrize(

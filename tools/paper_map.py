@@ -1,4 +1,4 @@
-"""Keep the line numbers of CONTRIBUTING's map of the paper right.
+"""Keep the line numbers of the map of the paper, a page of the documentation, right.
 
 python tools/paper_map.py          # write them anew
 python tools/paper_map.py --check  # 1 if one is wrong
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-GUIDE = ROOT / "CONTRIBUTING.md"
+GUIDE = ROOT / "docs" / "paper.md"
 ENTRY = re.compile(r"`([\w/.]+\.py):(\d+)` `(\w+)`")
 
 

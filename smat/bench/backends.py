@@ -11,22 +11,10 @@ from torch import Tensor
 
 import smat
 from smat.bench import measure
-from smat.bench.config import BUDGET, Count, Counts, HeadsConfig, option
+from smat.bench.config import BackendsConfig
 from smat.ops.backend import available_backends
 
 CHECK_LENGTH = 600
-
-
-class BackendsConfig(HeadsConfig):
-    """Time the backends of a device in turns, on the same inputs, with and without gates.
-
-    The ratio is the torch backend's median over a backend's own: how many times as fast it is.
-    """
-
-    seq_lens: Counts = option((16384,), "Sequence length T; may be repeated.", "seq_len")
-    both: bool = option(False, "Time the backward pass too.")
-    repeats: Count = option(9, "Runs of each candidate.")
-    budget: float = option(60.0, BUDGET)
 
 
 def run_backends(config: BackendsConfig) -> dict[str, Any]:

@@ -11,18 +11,11 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel, ValidationError
-from rich.console import Console
 
 from smat.bench import config as configs
-from smat.bench.attention import run_attention
-from smat.bench.backends import BackendsConfig, run_backends
-from smat.bench.decode import run_decode
-from smat.bench.kernels import run_kernels
-from smat.bench.language_model import run_generate, run_step
-from smat.bench.layers import run_layers
-from smat.bench.tabulate import run_tabulate
-from smat.report.figures import bench_figure, save_figure
-from smat.report.terminal_tables import rows_table, worst_checks
+from smat.bench import model_configs
+from smat.console import table_console
+from smat.extras import called_later
 
 app = typer.Typer(
     help="Time the library: everything is checked first, and compared within one process.",
@@ -31,7 +24,7 @@ app = typer.Typer(
 )
 Record = dict[str, Any]
 OUT = Path("out")
-JSON_OUT = Annotated[Path, typer.Option(help="Result to write, JSON (out/bench_*.json).")]
+JSON_OUT = Annotated[Path, typer.Option(help="Result to write, JSON (below out/).")]
 FIGURE_OUT = Annotated[Path, typer.Option(help="Figure to write (out/bench_*.png).")]
 ATTENTION_EXAMPLES = (
     "--preset paper-figure",
@@ -74,8 +67,11 @@ def add_command(
     *examples: str,
     draws: bool = False,
     show: Callable[[Record], None] | None = None,
+    json_out: Path | None = None,
 ) -> None:
     """Make a command of a benchmark: its help and its options are those of its configuration."""
+
+    written = json_out or OUT / f"bench_{name}.json"
 
     def call(json_out: Path | None, figure_out: Path | None = None, **given: Any) -> None:
         asked = {option: value for option, value in given.items() if value is not None}
@@ -85,11 +81,13 @@ def add_command(
             raise ValueError(explain(error)) from None
         record = run(config)
         (show or print_record)(record)
-        path = json_out or OUT / f"bench_{name}.json"
+        path = json_out or written
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=2) + "\n")
         typer.echo(f"Written to {path}")
         if draws:
+            from smat.report.figures import bench_figure, save_figure
+
             picture = figure_out or OUT / f"bench_{name}.png"
             typer.echo(f"Drawn into {save_figure(bench_figure(record), picture)}")
 
@@ -116,13 +114,15 @@ def explain(error: ValidationError) -> str:
 
 def print_record(record: Record) -> None:
     """Print what was checked, the rows, what comes with them, and where the benchmark ran."""
-    console = Console(width=240, highlight=False, markup=False)  # no number is ever cut to fit
+    from smat.report.terminal_tables import rows_tables, worst_checks
+
+    console = table_console()
     rows, where = record["rows"], record["environment"]
     fields = ("batch", "seq_len", "field_size", "kind")
     ruled_by = next((name for name in fields if rows and name in rows[0]), None)
     checks = worst_checks(record["checks"])
-    console.print(rows_table("Checked against an oracle in fp64 (relative RMS)", checks))
-    console.print(rows_table(f"{record['benchmark']}, milliseconds", rows, ruled_by))
+    console.print(*rows_tables("Checked against an oracle in fp64 (relative RMS)", checks))
+    console.print(*rows_tables(f"{record['benchmark']}, milliseconds", rows, ruled_by))
     growth = [{"name": name, "exponent": b} for name, b in record.get("growth", {}).items()]
     for title, more in {
         "Time as T^exponent, fitted over the lengths above": growth,
@@ -131,7 +131,7 @@ def print_record(record: Record) -> None:
         "Left out, since they refuse": record.get("refused"),
     }.items():
         if more:
-            console.print(rows_table(title, more))
+            console.print(*rows_tables(title, more))
     if record.get("missing"):
         missing = ", ".join(record["missing"])
         console.print(f"Not timed: {missing}; they come with pip install smat[hf].")
@@ -144,28 +144,53 @@ def print_record(record: Record) -> None:
 
 def print_kernels(record: Record) -> None:
     """Print what kernels need when compiled, the bytes they move, and what that would take."""
-    console = Console(width=240, highlight=False, markup=False)
+    from smat.report.terminal_tables import rows_tables
+
     for title, rows, ruled_by in (
         ("Compiled, not run: the worst form of each kernel", record["compiled"], "compiled_for"),
         ("Bytes, counted from the kernels' loads and stores", record["bytes"], "name"),
     ):
         if rows:
-            console.print(rows_table(title, rows, ruled_by))
+            table_console().print(*rows_tables(title, rows, ruled_by))
+
+
+def print_models(record: Record) -> None:
+    """Print what was checked, and the costs beside the paper's."""
+    from rich.markdown import Markdown
+
+    from smat.report.costs import LABEL, cost_table
+    from smat.report.page import format_costs
+    from smat.report.records import load_published
+    from smat.report.terminal_tables import rows_tables, worst_checks
+
+    console = table_console()
+    checks = worst_checks(record["checks"])
+    console.print(*rows_tables("Checked against the full forward pass in fp64", checks))
+    costs = cost_table("costs", record, load_published()[LABEL])
+    console.print(Markdown(format_costs(costs, console.width)))
+    if record["skipped"]:
+        console.print(*rows_tables("Left out, for want of memory", record["skipped"]))
+
+
+def _of(module: str, name: str) -> Callable[[Any], Record]:
+    """Name the function behind a command; help is printed without importing it."""
+    return called_later(f"smat.bench.{module}", name)
 
 
 add_command(
     "tabulate",
     configs.TabulateConfig,
-    run_tabulate,
+    _of("tabulate", "run_tabulate"),
     "--case 17,4 --case 23,4 --repeats 9",
     "--case 5,3 --columns 64 --no-memory",
 )
-add_command("prefill", configs.PrefillConfig, run_attention, *ATTENTION_EXAMPLES, draws=True)
-add_command("train", configs.TrainConfig, run_attention, *ATTENTION_EXAMPLES, draws=True)
+for _name, _config in (("prefill", configs.PrefillConfig), ("train", configs.TrainConfig)):
+    _run = _of("attention", "run_attention")
+    add_command(_name, _config, _run, *ATTENTION_EXAMPLES, draws=True)
 add_command(
     "decode",
     configs.DecodeConfig,
-    run_decode,
+    _of("decode", "run_decode"),
     "--context 1024 --context 65536 --vc-dim 3 --batch 1",
     "--schedule window --window-step 4096 --no-softmax",
     draws=True,
@@ -173,12 +198,43 @@ add_command(
 add_command(
     "kernels",
     configs.KernelsConfig,
-    run_kernels,
+    _of("kernels", "run_kernels"),
     "--no-compile",
     "--device sm_90 --width 64 --dtype bf16 --no-bytes",
     show=print_kernels,
 )
-add_command("backends", BackendsConfig, run_backends, "--seq-len 65536 --both --vc-dim 1")
-add_command("layers", configs.LayersConfig, run_layers, "--seq-len 16384 --vc-dim 2 --repeats 5")
-add_command("lm-step", configs.StepConfig, run_step, "--boundary kept", "--checkpointing")
-add_command("lm-generate", configs.GenerateConfig, run_generate, "--tokens 500 --boundary kept")
+add_command(
+    "backends",
+    configs.BackendsConfig,
+    _of("backends", "run_backends"),
+    "--seq-len 65536 --both --vc-dim 1",
+)
+add_command(
+    "layers",
+    configs.LayersConfig,
+    _of("layers", "run_layers"),
+    "--seq-len 16384 --vc-dim 2 --repeats 5",
+)
+add_command(
+    "models",
+    model_configs.ModelsConfig,
+    _of("models", "run_models"),
+    "--preset cpu",
+    "--preset paper --device cuda",
+    "--model smat_d3 --model softmax --train-len 8192 --context 65536",
+    show=print_models,
+    json_out=OUT / "experiments" / "costs" / "models.json",
+)
+add_command(
+    "lm-step",
+    model_configs.StepConfig,
+    _of("language_model", "run_step"),
+    "--boundary kept",
+    "--checkpointing",
+)
+add_command(
+    "lm-generate",
+    model_configs.GenerateConfig,
+    _of("language_model", "run_generate"),
+    "--tokens 500 --boundary kept",
+)

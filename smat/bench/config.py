@@ -120,6 +120,18 @@ class HeadsConfig(BenchConfig):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = option("fp32", "Type of the inputs.")
 
 
+class BackendsConfig(HeadsConfig):
+    """Time the backends of a device in turns, on the same inputs, with and without gates.
+
+    The ratio is the torch backend's median over a backend's own: how many times as fast it is.
+    """
+
+    seq_lens: Counts = option((16384,), "Sequence length T; may be repeated.", "seq_len")
+    both: bool = option(False, "Time the backward pass too.")
+    repeats: Count = option(9, "Runs of each candidate.")
+    budget: float = option(60.0, BUDGET)
+
+
 class PrefillConfig(HeadsConfig):
     """Time the op forward, beside causal softmax, d = 1 and a matrix product.
 
@@ -247,52 +259,3 @@ class LayersConfig(BenchConfig):
         if self.heads % self.num_groups:
             raise ValueError(f"{self.heads} heads do not fall into {self.num_groups} groups")
         return self
-
-
-class ModelSizes(BenchConfig):
-    """The sizes of a language model of Mamba-2 with a memory, and its boundary."""
-
-    layers: Count = option(8, "Layers.")
-    width: Count = option(384, "Width of the model.")
-    head_dim: Count = option(64, "Width of a head, and of its state.")
-    vocab_size: Count = option(50257, "Tokens of the vocabulary.")
-    vc_dim: Count = option(3, "VC dimension d of the memories.")
-    boundary: Literal["kept", "window_8", "window_4", "doubling"] = option(
-        "window_8", "Boundary: kept at half of the context, or a window of a part of it."
-    )
-
-    context_length: ClassVar[Any]  # the length that fixes the geometry
-
-
-class StepConfig(ModelSizes):
-    """Take one training step of the paper's model of PG-19 on one long text.
-
-    Times are seconds of the processor, all cores together. Peak: the largest resident set of the
-    whole process, its libraries and weights included.
-    """
-
-    seq_len: Count = option(16384, "Sequence length T.")
-    checkpointing: bool = option(False, "Make the activations of layers again in the backward.")
-
-    @property
-    def context_length(self) -> int:
-        return self.seq_len
-
-
-class GenerateConfig(ModelSizes):
-    """Answer a prompt far past the context for which the geometry was made.
-
-    Times are seconds of the processor a token. Neither they nor the memory may grow.
-    """
-
-    layers: Count = option(2, "Layers.")
-    width: Count = option(128, "Width of the model.")
-    vocab_size: Count = option(256, "Tokens of the vocabulary.")
-    context: Count = option(512, "Length that fixes the geometry.")
-    prompt: Count = option(1024, "Tokens of the prompt.")
-    tokens: Count = option(2000, "Tokens to generate.")
-    piece: Count = option(250, "Tokens after which time and memory are read.")
-
-    @property
-    def context_length(self) -> int:
-        return self.context

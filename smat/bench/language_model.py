@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from smat.bench import measure
-from smat.bench.config import GenerateConfig, ModelSizes, StepConfig
+from smat.bench.model_configs import GenerateConfig, ModelSizes, StepConfig
 
 CHECK_LEN, CHECK_VOCAB = 256, 64
 

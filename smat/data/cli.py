@@ -7,10 +7,6 @@ from typing import Annotated
 
 import typer
 
-from smat.data.books import NUM_OFFICIAL, read_books
-from smat.data.shards import DATA_VARIABLE, check_hashes, prepare_tokens
-from smat.data.tokens import make_encoder
-
 app = typer.Typer(help="Turn PG-19 into memory-mapped tokens.", no_args_is_help=True)
 
 
@@ -36,6 +32,10 @@ def prepare(
     merges: Annotated[Path | None, typer.Option(help="GPT-2's vocab.bpe.")] = None,
 ) -> None:
     """Write token shards and a manifest of their hashes."""
+    from smat.data.books import NUM_OFFICIAL, read_books
+    from smat.data.shards import DATA_VARIABLE, prepare_tokens
+    from smat.data.tokens import make_encoder
+
     for name in tokens or ["bytes"]:
         files = (vocab, merges) if name == "gpt2" else (None, None)
         encoder = make_encoder(name, lambda: (b.text for b in read_books(source, "train")), *files)
@@ -53,6 +53,8 @@ def check(
     folder: Annotated[Path, typer.Argument(help="A folder that `smat data prepare` wrote.")],
 ) -> None:
     """Compare every file with its hash."""
+    from smat.data.shards import check_hashes
+
     prepared = sorted(path.parent for path in folder.glob("*/manifest.json"))
     if not prepared:
         raise ValueError(f"{folder} has no prepared tokens; smat data prepare makes them")

@@ -10,24 +10,21 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from smat.data.shards import DATA_VARIABLE
-from smat.experiments.display import Display
-from smat.experiments.engine import Engine, Outcome, SerialEngine, run_all
-from smat.experiments.parallel import ProcessEngine, RayEngine
-from smat.experiments.store import ROOT, Store
-from smat.experiments.tables import EXPERIMENTS, find_experiment
+from smat.console import table_console
 from smat.extras import require
-from smat.training.fabric import parse_device
+
+if TYPE_CHECKING:  # torch and more, which help texts do without
+    from smat.experiments.engine import Engine, Outcome
 
 app = typer.Typer()
 
-TABLE_WIDTH = 200
+ROOT = Path("out/experiments")
 STOPPED = 130  # what a shell returns after Ctrl-C
 TRAIN_PACKAGES = ("lightning", "safetensors", "tensorboard")
 
@@ -46,17 +43,21 @@ Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.
 @app.command("list", epilog=examples("smat list"))
 def list_experiments(out: Out = ROOT) -> None:
     """List experiments and presets: their runs, how many you finished, how many are shipped."""
+    from smat.experiments.store import Store
+    from smat.experiments.tables import EXPERIMENTS
+
     table = Table(header_style="bold")
     for heading in ("experiment", "preset", "runs", "finished", "shipped", "what is reduced"):
         right = heading in ("runs", "finished", "shipped")
-        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
+        fixed = heading != "what is reduced"
+        table.add_column(heading, justify="right" if right else "left", no_wrap=fixed)
     for experiment in EXPERIMENTS.values():
         for index, (preset, line) in enumerate(experiment.presets.items()):
             counts = Store(out).count(experiment.runs(preset, None))
             name = experiment.name if index == 0 else ""
             table.add_row(name, preset, *map(str, counts), line)
         table.add_section()
-    Console(width=TABLE_WIDTH, highlight=False).print(table)
+    table_console().print(table)
 
 
 @app.command(
@@ -94,6 +95,12 @@ def run(
     ] = False,
 ) -> None:
     """Make the runs of an experiment that are not finished, and print its table."""
+    from smat.data.shards import DATA_VARIABLE
+    from smat.experiments.display import Display
+    from smat.experiments.engine import run_all
+    from smat.experiments.store import Store
+    from smat.experiments.tables import find_experiment
+
     experiment, console = find_experiment(name), Console(stderr=True)
     store = Store(out, use_shipped=use_shipped)
     if data is not None:
@@ -121,7 +128,7 @@ def run(
     from smat.report.page import print_table
 
     roots = store.roots if use_shipped else [out]
-    print_table(experiment, preset, roots, Console(width=TABLE_WIDTH, highlight=False))
+    print_table(experiment, preset, roots, table_console())
     kinds = [outcome.kind for outcome in outcomes]
     num_failed, num_left = kinds.count("failed"), len(to_make) - kinds.count("finished")
     if num_left:
@@ -152,7 +159,10 @@ def status(
     out: Out = ROOT,
 ) -> None:
     """Show what is finished, what is at work and what was interrupted."""
-    store, console = Store(out), Console(width=TABLE_WIDTH, highlight=False)
+    from smat.experiments.store import Store
+    from smat.experiments.tables import EXPERIMENTS, find_experiment
+
+    store, console = Store(out), table_console()
     for experiment in EXPERIMENTS.values() if name is None else [find_experiment(name)]:
         for preset in experiment.presets:
             runs, finished, shipped = store.count(experiment.runs(preset, None))
@@ -164,7 +174,9 @@ def status(
 
 @app.command(
     epilog=examples(
-        "smat report", "smat report --out /shared/experiments", "smat report --tables README.md"
+        "smat report",
+        "smat report --out /shared/experiments",
+        "smat report --tables docs/results.md",
     )
 )
 def report(
@@ -175,6 +187,8 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML page and Markdown: every table beside the paper's."""
+    from smat.experiments.store import Store
+
     if tables is not None:
         from smat.report.page import refresh_file
 
@@ -216,6 +230,10 @@ def stop_on_signal(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 def _engine(name: EngineName, jobs: int | None, device: str) -> Engine:
     """Return an engine; what is missing is said before anything is begun."""
+    from smat.experiments.engine import SerialEngine
+    from smat.experiments.parallel import ProcessEngine, RayEngine
+    from smat.training.fabric import parse_device
+
     for package in TRAIN_PACKAGES:
         require(package, extra="train")
     if name == "ray":

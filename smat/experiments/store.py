@@ -15,7 +15,6 @@ from smat.machine import PACKAGE, describe_hardware, source_commit
 from smat.training.checkpoint import CURRENT, PREVIOUS, newest_step, write_atomically
 
 VERSION = 1
-ROOT = Path("out/experiments")
 COMMITTED = PACKAGE.parent / "results"  # only a checkout has it
 
 
@@ -35,7 +34,7 @@ class Counts(NamedTuple):
 class Store:
     """The folders of runs and records."""
 
-    root: Path = ROOT  # where runs work (runs/) and leave records (records/)
+    root: Path  # where runs work (runs/) and leave records (records/)
     committed: Path = COMMITTED  # records that came with the source, read and never written
     use_shipped: bool = False  # whether those count as finished runs
 

@@ -22,7 +22,7 @@ from smat.ops.native.build import why_not
 from smat.ops.smat import attention
 from smat.ops.smat.step import step_token
 
-NATIVE_TOKENS = 1 << 11  # tokens x heads of a call that is worth compiling kernels for
+NATIVE_TOKENS = 1 << 12  # tokens x heads of a call that is worth compiling kernels for
 
 _log = logging.getLogger("smat")
 
@@ -110,15 +110,11 @@ def choose_backend(
     return next(each for each in BACKENDS if each.name == backend)
 
 
+@cache
 def _is_installed(name: str) -> bool:
     if name == "native":
         return why_not() is None
-    return name == "torch" or _has_package(name)
-
-
-@cache
-def _has_package(name: str) -> bool:
-    return find_spec(name) is not None
+    return name == "torch" or find_spec(name) is not None
 
 
 def _is_interpreted(device: torch.device) -> bool:

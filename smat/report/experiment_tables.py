@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -163,6 +163,22 @@ def paper_table(table: PaperTable) -> Table:
     texts = [[text_at(table, arm, cell) for cell in columns] for arm in arms]
     index = pd.MultiIndex.from_tuples([("", PAPER, label) for label in arms.values()], names=LINE)
     return Table(columns, pd.DataFrame(texts, index=index, columns=list(columns)))
+
+
+def split_columns(table: Table, width: int) -> Iterator[Table]:
+    """Spread a table over several of at most so many characters, the labels in front of each."""
+    of_label = max(len(label) + 3 for *_, label in table.text.index)
+    blocks: list[dict[str, str]] = [{}]
+    taken = of_label
+    for name, heading in table.headings.items():
+        needed = 2 + max(map(len, [heading, *table.text[name]]))
+        if taken + needed > width and blocks[-1]:
+            blocks.append({})
+            taken = of_label
+        blocks[-1][name] = heading
+        taken += needed
+    for headings in blocks:
+        yield Table(headings, table.text[list(headings)])
 
 
 def own_columns(records: Iterable[Record], cells: Mapping[str, str]) -> dict[str, str]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from markdown_it import MarkdownIt
 from rich.console import Console
@@ -19,13 +19,14 @@ from smat.extras import require
 from smat.report import experiment_tables as tables
 from smat.report import figures, records
 from smat.report.cell_figures import cells_figure
+from smat.report.costs import LABEL, Costs, load_benchmarks, load_costs
 from smat.report.records import PaperTable, Published, Record
 from smat.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-FIGURES = "report-figures"
+FIGURES, COSTS = "report-figures", "costs"
 BELOW = "\N{DOWNWARDS ARROW WITH TIP RIGHTWARDS}"
 MARKED = re.compile(
     r"(<!-- table: (?P<name>[\w-]+) (?P<preset>\w+) -->\n).*?(<!-- end of table -->)",
@@ -52,6 +53,8 @@ class Content:
     records: Sequence[Record]
     sections: Sequence[Section]
     not_reproduced: Published
+    costs: Sequence[Costs] = ()
+    prefill: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # records, by name
 
 
 def write_report(out: Path, roots: Sequence[Path]) -> Path:
@@ -59,8 +62,13 @@ def write_report(out: Path, roots: Sequence[Path]) -> Path:
 
     Returns the path of the page. Where two roots hold the same run, the first root's counts.
     """
-    found = records.load_records(roots)
-    return save_report(out, content_of(EXPERIMENTS, found, records.load_published()))
+    found, paper = records.load_records(roots), records.load_published()
+    content = content_of(EXPERIMENTS, found, paper)
+    costs, prefill = load_costs(roots, paper), load_benchmarks(roots, "prefill")
+    known = {LABEL} if costs else set()
+    others = {key: table for key, table in content.not_reproduced.items() if key not in known}
+    content = replace(content, costs=costs, prefill=prefill, not_reproduced=others)
+    return save_report(out, content)
 
 
 def content_of(
@@ -69,13 +77,16 @@ def content_of(
     """Arrange everything that is known as sections, in the order of the experiments."""
     known = [record for record in found if record.run.experiment in experiments]
     sections = [_section(experiment, known, paper) for experiment in experiments.values()]
-    return Content(known, sections, records.not_reproduced(experiments, paper))
+    others = records.not_reproduced(experiments, paper)
+    return Content(known, sections, others)
 
 
 def save_report(out: Path, content: Content) -> Path:
     """Write a report's page, its Markdown and the pictures that the Markdown shows."""
     templates = _templates()
     drawn = {"masks.svg": figures.mask_figure(figures.example_masks())}
+    for name, record in content.prefill.items():
+        drawn[f"costs-{name}.svg"] = figures.bench_figure(record)
     for section in content.sections:
         for table in section.tables:
             arms = section.experiment.arms
@@ -105,6 +116,7 @@ def _templates() -> Environment:
         lstrip_blocks=True,
     )
     templates.globals.update(tables=tables, records=records, format_markdown=format_markdown)
+    templates.globals.update(format_costs=format_costs)
     templates.globals.update(prose=prose, progress=progress, picture_name=picture_name)
     templates.filters["md"] = escape_markdown
     templates.filters["base64"] = lambda svg: b64encode(svg.encode()).decode()
@@ -134,14 +146,13 @@ def picture_name(experiment: Experiment, preset: str, kind: str) -> str:
 
 
 def _section(experiment: Experiment, found: Sequence[Record], paper: Published) -> Section:
-    """Show the presets that have records, and one that the paper's numbers stand beside."""
+    """Show the presets that have records; the paper's numbers beside them, or else alone."""
     presets = list(experiment.presets)
     ran = sorted({r.run.preset for r in found if r.run.experiment == experiment.name})
     shown = [tables.result_table(experiment, preset, found, paper) for preset in ran]
     compared = any(tables.PAPER in set(table.numbers["kind"]) for table in shown)
-    if not compared and presets[-1] not in ran:
-        shown.append(tables.result_table(experiment, presets[-1], found, paper))
-    most = max(table.num_filled for table in shown)
+    reproduced = records.reproduced_tables(experiment, paper)
+    most = max((table.num_filled for table in shown), default=0)
 
     def rank(table: tables.ResultTable) -> tuple[bool, int]:
         # The largest settings first; but a single run at the paper's settings must not push a
@@ -150,16 +161,21 @@ def _section(experiment: Experiment, found: Sequence[Record], paper: Published) 
         return 2 * table.num_filled < most, -place
 
     shown.sort(key=rank)
-    first = shown[0].preset if shown[0].preset in presets else presets[-1]
+    first = next((table.preset for table in shown if table.preset in presets), presets[-1])
     runs = experiment.runs(first, None)
     return Section(
         experiment,
         runs[-1].task.describe() if runs else "",  # of the hardest cell
         shown,
         [preset for preset in presets if preset not in {table.preset for table in shown}],
-        [table["source"] for table in records.reproduced_tables(experiment, paper)],
-        records.detail_tables(experiment, paper),
+        [table["source"] for table in reproduced],
+        [*([] if compared else reproduced), *records.detail_tables(experiment, paper)],
     )
+
+
+def not_started(name: str, preset: str) -> str:
+    """Say in one line that nobody has begun, and how to."""
+    return f"Not started: `smat run {name} --preset {preset}` begins it."
 
 
 def format_markdown(table: tables.Table) -> str:
@@ -173,6 +189,13 @@ def format_markdown(table: tables.Table) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def format_costs(costs: Costs, width: int | None = None) -> str:
+    """Write costs as Markdown, in tables of at most so many characters, the facts below."""
+    parts = tables.split_columns(costs, width) if width else [costs]
+    facts = (f"- {name}: {escape_markdown(text)}\n" for name, text in costs.facts.items())
+    return "\n".join([*map(format_markdown, parts), "".join(facts)])
+
+
 def escape_markdown(text: str) -> str:
     r"""Write a text so that Markdown shows it as it is.
 
@@ -183,8 +206,8 @@ def escape_markdown(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def refresh(text: str, found: Sequence[Record]) -> str:
-    """Write every marked table of a Markdown text anew, from records.
+def refresh(text: str, found: Sequence[Record], costs: Sequence[Costs] = ()) -> str:
+    """Write every marked table of a Markdown text anew, from records; "costs NAME" marks costs.
 
     >>> refresh("No table here.", [])
     'No table here.'
@@ -193,12 +216,18 @@ def refresh(text: str, found: Sequence[Record]) -> str:
 
     def table(match: re.Match[str]) -> str:
         name, preset = match["name"], match["preset"]
+        if name == COSTS:
+            known = {each.name: format_costs(each) for each in costs}
+            begin = f"Not measured: `smat bench models --preset {preset}` does.\n"
+            return f"{match[1]}{known.get(preset, begin)}{match[4]}"
         experiment = find_experiment(name)
         if preset not in experiment.presets:
             presets = ", ".join(experiment.presets)
             raise ValueError(f"{name} has no preset {preset!r}; it has {presets}")
-        made = format_markdown(tables.result_table(experiment, preset, found, published))
-        return f"{match[1]}{made}{match[4]}"
+        result = tables.result_table(experiment, preset, found, published)
+        made = format_markdown(result) if result.records else f"{not_started(name, preset)}\n"
+        reduced = escape_markdown(experiment.presets[preset])
+        return f"{match[1]}Preset {preset}: {reduced}.\n\n{made}{match[4]}"
 
     return MARKED.sub(table, text)
 
@@ -206,7 +235,9 @@ def refresh(text: str, found: Sequence[Record]) -> str:
 def refresh_file(path: Path, roots: Iterable[Path]) -> int:
     """Write the marked tables of a file anew and return how many there are."""
     text = path.read_text(encoding="utf-8")
-    path.write_text(refresh(text, records.load_records(roots)), encoding="utf-8")
+    roots = list(roots)
+    costs = load_costs(roots, records.load_published())
+    path.write_text(refresh(text, records.load_records(roots), costs), encoding="utf-8")
     return len(MARKED.findall(text))
 
 
@@ -217,9 +248,13 @@ def print_table(
     table = tables.result_table(
         experiment, preset, records.load_records(roots), records.load_published()
     )
+    if not table.records and not table.left_out:
+        console.print(Markdown(not_started(experiment.name, preset)))
+        return
     title = f"{experiment.title}, preset {preset}: {experiment.presets.get(preset, '')}"
     title += f", in {table.unit}" if table.unit != records.PER_CENT else ""
     facts = [f"{name}: {text}" for name, text in records.facts_of(table.records).items()]
     notes = filter(None, [*facts, table.left_out])
     told = "".join(f"- {escape_markdown(note)}\n" for note in notes)
-    console.print(Markdown(f"**{escape_markdown(title)}**\n\n{format_markdown(table)}\n{told}"))
+    shown = "\n".join(map(format_markdown, tables.split_columns(table, console.width)))
+    console.print(Markdown(f"**{escape_markdown(title)}**\n\n{shown}\n{told}"))

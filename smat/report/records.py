@@ -22,6 +22,7 @@ Published = Mapping[str, PaperTable]
 NOTHING = "\N{EN DASH}"  # neither run nor to be run: the paper has no number here
 ROW_UNITS = "as in the row"
 PER_CENT = "%"
+NO_RUNS = ("runs", "costs")  # folders of unfinished work, and of costs
 # What else the paper says about the runs of a table: seed by seed, levels, fractions.
 DETAILS = {
     "tab:mkar": ("tab:mkar-seeds", "text:mkar-chance", "fig:mkar-sanity"),
@@ -92,7 +93,7 @@ def load_records(roots: Iterable[str | Path]) -> list[Record]:
 def _files(root: Path) -> Iterator[Path]:
     folder = root / "records" if (root / "records").is_dir() else root
     for path in sorted(folder.rglob("*.json")):
-        if path.relative_to(root).parts[0] != "runs":  # unfinished work
+        if path.relative_to(root).parts[0] not in NO_RUNS:
             yield path
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 from rich.table import Table
 
+from smat.console import WIDTH
 from smat.masks.mask import SMatMask, SMatWarning
 
 Row = Mapping[str, Any]
@@ -29,7 +30,9 @@ HEADINGS = {
     "least_bytes": "least", "ratio_to_least": "x least", "torch_bytes": "by torch\nbeside",
     "estimate_a100": "estimate (ms),\nA100 80 GB", "estimate_h100": "H100 SXM",
     "estimate_mi300x": "MI300X",
-    "ratio": "ratio", "baseline": "to", "ratio_to_factored": "x factored", "ratio_to_d1": "x d=1",
+    "work": "work\nx d=1", "window_step": "window,\nstep", "window_bytes": "window,\ncache",
+    "window_work": "window,\nwork", "ratio": "ratio", "baseline": "to",
+    "ratio_to_factored": "x factored", "ratio_to_d1": "x d=1",
     "ratio_to_plain": "x plain", "ratio_to_shortest": "x shortest", "softmax_ratio": "softmax x",
     "slowest_to_median": "slowest / median", "io_bytes": "in + out", "kept_bytes": "kept",
     "working_bytes": "working", "peak_extra_bytes": "peak extra", "bound_bytes": "bound",
@@ -40,20 +43,55 @@ HEADINGS = {
     "why": "why",
 }  # fmt: skip
 MILLISECONDS = ("median", "low", "high", "slowest")
+# What says which row it is, and what may be broken into lines.
+KEYS = ("compiled_for", "kernel", "width", "batch", "seq_len", "context", "name", "vc_dim",
+        "field_size", "method", "pass", "dtype")  # fmt: skip
+PROSE, LEAST_PROSE = ("why",), 30
 
 
-def rows_table(title: str, rows: Sequence[Row], ruled_by: str | None = None) -> Table:
-    """Set rows out, a column for every known field, with a rule where one of them changes."""
+def rows_tables(title: str, rows: Sequence[Row], ruled_by: str | None = None) -> Iterator[Table]:
+    """Set rows out, a column for every known field, with a rule where one of them changes.
+
+    What is too wide for one table goes on in another, which begins with the same names.
+    """
     flat = [{**row, **row.get("timing", {})} for row in rows]
-    columns = [name for name in HEADINGS if any(row.get(name) is not None for row in flat)]
-    table = Table(title=title, title_justify="left", header_style="bold")
+    columns = {
+        name: [_text(name, row.get(name)) for row in flat]
+        for name in HEADINGS
+        if any(row.get(name) is not None for row in flat)
+    }
+    ends = [
+        ruled_by is not None and row[ruled_by] != following.get(ruled_by)
+        for row, following in zip(flat, [*flat[1:], {}], strict=False)
+    ]
+    for names in _fitting(columns):
+        table = Table(title=title, title_justify="left", header_style="bold")
+        for name in names:
+            words = any(isinstance(row.get(name), str) for row in flat)
+            justify: Literal["left", "right"] = "left" if words else "right"
+            table.add_column(HEADINGS[name], justify=justify, no_wrap=name not in PROSE)
+        for *texts, is_end in zip(*(columns[name] for name in names), ends, strict=True):
+            table.add_row(*texts, end_section=is_end)
+        yield table
+
+
+def _fitting(columns: Mapping[str, Sequence[str]]) -> list[list[str]]:
+    """Spread columns over tables of at most `WIDTH`, each with those that say what a row is."""
+    width = {
+        name: 3 + max(map(len, [*HEADINGS[name].split("\n"), *texts]))
+        for name, texts in columns.items()
+        if name not in PROSE
+    }
+    keys = [name for name in columns if name in KEYS]
+    blocks = [keys.copy()]
     for name in columns:
-        words = any(isinstance(row.get(name), str) for row in flat)
-        table.add_column(HEADINGS[name], justify="left" if words else "right", no_wrap=True)
-    for row, following in zip(flat, [*flat[1:], {}], strict=False):
-        ends = ruled_by is not None and row[ruled_by] != following.get(ruled_by)
-        table.add_row(*(_text(name, row.get(name)) for name in columns), end_section=ends)
-    return table
+        if name in keys:
+            continue
+        needed = sum(width.get(each, LEAST_PROSE) for each in (*blocks[-1], name))
+        if needed >= WIDTH and len(blocks[-1]) > len(keys):
+            blocks.append(keys.copy())
+        blocks[-1].append(name)
+    return [[name for name in columns if name in block] for block in blocks]
 
 
 def worst_checks(checks: Sequence[Row]) -> list[Row]:

@@ -7,10 +7,16 @@ import pytest
 import torch
 
 from smat.__main__ import main
-from smat.data import data_folder, make_encoder, open_split, prepare_tokens
 from smat.data.books import read_books
-from smat.data.shards import MANIFEST, check_hashes, read_manifest
-from smat.data.tokens import END, byte_encoder
+from smat.data.shards import (
+    MANIFEST,
+    check_hashes,
+    data_folder,
+    open_split,
+    prepare_tokens,
+    read_manifest,
+)
+from smat.data.tokens import END, byte_encoder, make_encoder
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -94,7 +94,7 @@ def test_the_command_to_go_on_is_complete(smat, monkeypatch, tmp_path):
 
 def test_runs_to_be_made_again_do_not_look_finished_to_the_command_to_go_on(smat, monkeypatch):
     assert smat(*RUN_ONE)[0] == 0
-    monkeypatch.setattr("smat.experiments.cli.run_all", lambda *_: iter(()))  # stopped at once
+    monkeypatch.setattr("smat.experiments.engine.run_all", lambda *_: iter(()))  # stopped at once
     _, _, err = smat(*RUN_ONE, "--again")
     assert "1 of 1 runs are left" in err
     assert "1 runs, 0 finished, 1 to make" in smat(*RUN_ONE)[2]

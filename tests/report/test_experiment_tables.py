@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smat.report.experiment_tables import CONTROL, OURS, PAPER, load_table, result_table
-from smat.report.page import content_of, progress
+from smat.report.page import content_of
 from smat.report.records import format_value, load_published, not_reproduced, published_keys
 from tests.report.experiments_case import ARMS, CELLS, EXPERIMENT, PUBLISHED, key_of, make_record
 
@@ -104,11 +104,8 @@ def test_runs_with_other_cells_stand_alone_and_the_papers_table_follows():
     assert lines(table, PAPER) == []
     assert load_table(EXPERIMENT, "quick", [record]) is None
     section = content_of({"made-up": EXPERIMENT}, [record], PUBLISHED).sections[0]
-    assert [(shown.preset, shown.own_cells) for shown in section.tables] == [
-        ("quick", True),
-        ("paper", False),
-    ]
-    assert means(section.tables[1], PAPER, "softmax")["k=1"] == 100.0
+    assert [(shown.preset, shown.own_cells) for shown in section.tables] == [("quick", True)]
+    assert section.details[0]["source"] == "Table 99"
 
 
 def test_controls_that_all_arms_share_stand_once_and_others_with_their_arm():
@@ -166,11 +163,10 @@ def test_the_largest_settings_come_first_unless_hardly_any_of_it_is_run():
 
 def test_an_experiment_without_a_run_still_shows_the_papers_numbers():
     content = content_of({"made-up": EXPERIMENT}, [], PUBLISHED)
-    (table,) = content.sections[0].tables
-    assert table.preset == "paper"
-    assert table.num_filled == 0
-    assert content.sections[0].not_run == ["quick"]
-    assert progress(EXPERIMENT, table) == "0 of 27"
+    (section,) = content.sections
+    assert section.tables == []
+    assert section.not_run == ["quick", "paper"]
+    assert section.details[0]["source"] == "Table 99"
 
 
 def test_records_of_an_unknown_experiment_are_left_out():

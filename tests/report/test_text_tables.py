@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.markdown import Markdown
 
+from smat.experiments.tables import find_experiment
 from smat.report import records
-from smat.report.experiment_tables import result_table
+from smat.report.costs import load_costs
+from smat.report.experiment_tables import result_table, split_columns
 from smat.report.page import (
     MARKED,
     escape_markdown,
@@ -110,19 +113,40 @@ def test_a_terminal_says_that_settings_have_changed(tmp_path, monkeypatch):
     assert "1 of 1 runs were made with other settings" in printed(tmp_path, monkeypatch)
 
 
-def test_a_table_without_a_run_prints(tmp_path, monkeypatch):
+def test_a_table_that_nobody_started_is_one_line(tmp_path, monkeypatch):
     text = printed(tmp_path, monkeypatch, preset="quick")
-    assert text.count("not run") == 9
-    assert "runs: none" in text
+    assert text.strip() == "Not started: smat run made-up --preset quick begins it."
+
+
+def test_a_wide_table_goes_on_below_and_loses_nothing():
+    table = result_table(EXPERIMENT, "paper", RECORDS, PUBLISHED)
+    whole = read_markdown(format_markdown(table))
+    parts = [read_markdown(format_markdown(part)) for part in split_columns(table, 70)]
+    assert len(parts) > 1
+    console = Console(width=70, record=True, file=StringIO())
+    console.print(Markdown("\n".join(map(format_markdown, split_columns(table, 70)))))
+    assert "99.2 ± 0.8 (n = 3)" in console.export_text()  # no number is broken into two
+    for number, line in enumerate(whole):
+        assert [part[number][0] for part in parts] == [line[0]] * len(parts)
+        assert [cell for part in parts for cell in part[number][1:]] == line[1:]
 
 
 def test_only_what_stands_between_the_marks_changes():
-    new = refresh(TEXT, [])
-    assert new.startswith("Before.\n<!-- table: subset-routing quick -->\n| ")
+    (run, *_) = find_experiment("subset-routing").runs("quick", None)
+    record = make_record(run.arm, run.cell, run.seed, 12.34, "quick", key=run.key)
+    name = record.run.model_copy(update={"experiment": "subset-routing"})
+    found = [record.model_copy(update={"run": name})]
+    new = refresh(TEXT, found)
+    reduced = find_experiment("subset-routing").presets["quick"]
+    begin = f"<!-- table: subset-routing quick -->\nPreset quick: {reduced}.\n\n"
+    assert new.startswith(f"Before.\n{begin}| ")
     assert new.endswith("|\n<!-- end of table -->\nAfter.\n")
     assert "WHAT WAS" not in new
+    assert "12.3" in new
     assert "not run" in new
-    assert refresh(new, []) == new
+    assert refresh(new, found) == new
+    line = "Not started: `smat run subset-routing --preset quick` begins it.\n"
+    assert refresh(new, []) == f"Before.\n{begin}{line}<!-- end of table -->\nAfter.\n"
 
 
 @pytest.mark.parametrize(("name", "preset"), [("no-such", "quick"), ("subset-routing", "slow")])
@@ -139,10 +163,11 @@ def test_a_file_is_rewritten(tmp_path):
     assert path.read_text() == refresh(TEXT, [])
 
 
-def test_the_readme_shows_the_committed_results():
-    readme = (ROOT / "README.md").read_text()
-    assert MARKED.search(readme)
-    assert refresh(readme, load_records([ROOT / "results"])) == readme
+def test_the_documentation_shows_the_committed_results():
+    page = (ROOT / "docs" / "results.md").read_text()
+    assert MARKED.search(page)
+    costs = load_costs([ROOT / "results"], records.load_published())
+    assert refresh(page, load_records([ROOT / "results"]), costs) == page
 
 
 def test_losses_have_three_decimals_and_their_unit(tmp_path, monkeypatch):

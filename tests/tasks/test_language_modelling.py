@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from smat.data import open_split
+from smat.data.shards import open_split
 from smat.tasks import LanguageModelling
 from smat.tasks.language_modelling import excerpt_order
 

@@ -24,6 +24,7 @@ def forget():
     build._loaded.clear()
     build.find_compiler.cache_clear()
     build.compile_command.cache_clear()
+    backend._is_installed.cache_clear()
 
 
 @pytest.fixture
