@@ -178,6 +178,28 @@ def geometry(
     )
 
 
+@app.command(epilog=examples("smat info"))
+def info() -> None:
+    """Print which backends run here, and how native kernels are compiled and kept."""
+    import torch
+
+    from smat.machine import num_cores, processor_name
+    from smat.ops.backend import available_backends
+    from smat.ops.native import build
+
+    rows = {
+        "processor": f"{processor_name()}, {num_cores()} cores",
+        "torch": f"{torch.__version__}, {torch.get_num_threads()} threads",
+        "backends on cpu": ", ".join(available_backends("cpu")),
+        "native kernels": build.why_not() or "compiled on first use",
+        "compiler": " ".join(build.find_compiler()) or "none",
+        "flags": " ".join(build.compile_command()[len(build.find_compiler()) :]),
+        "cache": f"{build.cache_folder()}, {len(build.cached_libraries())} libraries",
+    }
+    for name, text in rows.items():
+        typer.echo(f"{name + ':':18}{text}")
+
+
 @app.command(
     epilog=examples(
         "smat recommend --seq-len 65536",

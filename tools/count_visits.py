@@ -68,7 +68,7 @@ def calls() -> dict[str, tuple[Callable[[], Any], int]]:
         "smat_attention, backward": (
             lambda: torch.autograd.grad(out.sum(), needs, retain_graph=True), 10,
         ),
-        "state.step": (lambda: state.step(*token), 6),
+        "state.step": (lambda: state.step(*token), 8),
         "Mamba-2 with a memory": (lambda: layer(x), 25),
         "the same, with a cache": (lambda: layer(x, use_cache=True), 32),
     }  # fmt: skip

@@ -216,6 +216,12 @@ add_command(
     show=print_kernels,
 )
 add_command(
+    "backends",
+    configs.BackendsConfig,
+    _of("backends", "run_backends"),
+    "--seq-len 65536 --both --vc-dim 1",
+)
+add_command(
     "layers",
     configs.LayersConfig,
     _of("layers", "run_layers"),

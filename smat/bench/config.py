@@ -120,6 +120,18 @@ class HeadsConfig(BenchConfig):
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = option("fp32", "Type of the inputs.")
 
 
+class BackendsConfig(HeadsConfig):
+    """Time the backends of a device in turns, on the same inputs, with and without gates.
+
+    The ratio is the torch backend's median over a backend's own: how many times as fast it is.
+    """
+
+    seq_lens: Counts = option((16384,), "Sequence length T; may be repeated.", "seq_len")
+    both: bool = option(False, "Time the backward pass too.")
+    repeats: Count = option(9, "Runs of each candidate.")
+    budget: float = option(60.0, BUDGET)
+
+
 class PrefillConfig(HeadsConfig):
     """Time the op forward, beside causal softmax, d = 1 and a matrix product.
 

@@ -298,3 +298,16 @@ def test_ranks_under_a_window_send_what_the_formula_says(capsys, tmp_path):
     status, _, error, result = run(capsys, tmp_path, "ranks", *sizes, *more)
     assert status == 0, error
     assert {row["ranks"] for row in result["rows"]} == {2, 4}
+
+
+def test_backends(capsys, tmp_path):
+    sizes = ["--heads", "1", "--key-dim", "4", "--value-dim", "4", "--repeats", "2"]
+    status, _, _, result = run(
+        capsys, tmp_path, "backends", "--seq-len", "100", "--vc-dim", "1", "--both", *sizes
+    )
+    assert status == 0
+    assert_sound(result, "backends")
+    names = smat.ops.backend.available_backends("cpu")
+    found = {row["name"]: row["ratio"] for row in result["rows"]}
+    assert list(found) == [*names, *(f"{name}, gated" for name in names)]
+    assert found["torch"] == found["torch, gated"] == 1

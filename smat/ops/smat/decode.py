@@ -25,6 +25,8 @@ from smat.ops.smat.state import StateSpec, StateTables, check_dtype, isolated
 from smat.ops.smat.state_io import load_state, save_state
 from smat.ops.smat.step import divide, load_tokens
 
+TOKEN = ("q_t", "k_t", "v_t", *Gates._fields, *Routing._fields)
+
 
 class SMatState(StateTables):
     """Everything about the tokens so far that later tokens can see.
@@ -193,20 +195,20 @@ class SMatState(StateTables):
         The old state stays valid, at the price of copying the tables that a token writes to;
         ``inplace=True`` writes into this state and returns it: the fast path. Not differentiable.
         """
-        named = {"q_t": q_t, "k_t": k_t, "v_t": v_t}
-        for name, x in named.items():
-            check.check_tensor(name, x)
-        q, k, v = (_one_token(name, x) for name, x in named.items())
-        gates = Gates(_one_token("log_decay", log_decay), _one_token("key_gate", key_gate))
-        reads = _one_token("query_type", query_type), _one_token("read_weight", read_weight)
-        writes = _one_token("profile", profile), _one_token("write_weight", write_weight)
-        routing = Routing(writes[0], reads[0], writes[1], reads[1])
-        chosen = choose_backend(backend, v_t.device, self.dtype, v_t.dtype)
+        per_token = log_decay, key_gate, profile, query_type, write_weight, read_weight
+        token = (q_t, k_t, v_t, *per_token)
+        repeat = getattr(self.numbers, "repeat", None)  # of a backend that knows the last token
+        if repeat is not None and inplace and backend != "torch":
+            out = repeat(self, token, self.num_buffers > 1)
+            if out is not None:
+                return out, self
+        q, k, v, *others = map(_one_token, TOKEN, token)
+        chosen = choose_backend(backend, v.device, self.dtype, v.dtype)
         state = self if inplace else self.fork()
         _warn_past_horizon(state, 1)
-        inputs = Inputs(q, k, v, gates, routing)
+        inputs = Inputs(q, k, v, Gates(*others[:2]), Routing(*others[2:]))
         out = chosen.step(state, inputs, inplace and state.num_buffers > 1)
-        return out.to(v_t.dtype), state
+        return out.to(v.dtype), state
 
     @isolated
     def extend(
@@ -289,7 +291,7 @@ def _warn_kept(mask: SMatMask) -> None:
 
 
 def _one_token(name: str, x: Tensor | None) -> Any:
-    if x is None:
+    if x is None and name not in TOKEN[:3]:
         return None
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")

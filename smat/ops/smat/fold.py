@@ -43,9 +43,10 @@ def fold_slabs(state: StateTables, cohort: Cohort, segment: int, until: int) -> 
     state.allocate("type_table")
     width, columns = slab_width(state), state.spec.feature_dim * state.spec.aug_dim
     per_head = math.ceil(columns / width)
+    fold_slab = getattr(state.numbers, "fold_slab", _fold_slab)  # a backend may have its own
     for slab in range(cohort.built, until):
         head, place = divmod(slab, per_head)
-        _fold_slab(state, cohort, segment, head, slice(place * width, (place + 1) * width))
+        fold_slab(state, cohort, segment, head, slice(place * width, (place + 1) * width))
     cohort.built = max(until, cohort.built)
 
 

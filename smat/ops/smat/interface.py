@@ -84,7 +84,7 @@ def smat_attention(
             reset at the boundary), or of the distant ones, "long_range". Both together are the sum
             of the two if ``normalize`` is False.
         decay_scope: "all" (every key decays) or "recurrent" (distant keys do not).
-        backend: "auto", "torch", or "triton" on a GPU.
+        backend: "auto", "torch", "native" on a CPU, or "triton" on a GPU.
         group: The ranks that hold the sequence together: see `smat.context_parallel`.
 
     Gates, profile and query_type are (B, T, heads), one for each key head; query_type, and any of

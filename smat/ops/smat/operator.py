@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache
@@ -42,7 +43,7 @@ def attend(
     inputs, positions = _sort(tensors)
     q, k, edges = inputs.q, inputs.k, inputs.cu_seqlens
     check_values(inputs.gates, inputs.routing, edges, positions, options.mask, k.shape[1])
-    chosen = choose_backend(backend, q.device, *_dtypes(inputs))
+    chosen = choose_backend(backend, q.device, *_dtypes(inputs), tokens=_num_tokens(inputs))
     say_once(chosen.name, q.device.type, backend)
     keep_freed_pages()
     with torch.autocast(q.device.type, enabled=False):  # sums keep the op's own dtype
@@ -74,7 +75,8 @@ def attend_backward(
     """
     options = Options(_mask_from(mask), feature_map, normalize, branch, decay_scope, backend)
     inputs, positions = _sort(tensors)
-    chosen, length = choose_backend(backend, inputs.q.device, *_dtypes(inputs)), inputs.k.shape[1]
+    chosen = choose_backend(backend, inputs.q.device, *_dtypes(inputs), tokens=_num_tokens(inputs))
+    length = inputs.k.shape[1]
     keep_freed_pages()
     with torch.autocast(inputs.q.device.type, enabled=False):
         given = [x for x in tensors[:NUM_DIFFERENTIABLE] if x is not None]
@@ -107,6 +109,11 @@ def _sort(tensors: Sequence[Any]) -> tuple[Inputs, Tensor | None]:
 
 def _dtypes(inputs: Inputs) -> tuple[torch.dtype, ...]:
     return inputs.q.dtype, inputs.k.dtype, inputs.v.dtype
+
+
+def _num_tokens(inputs: Inputs) -> int:
+    """Count tokens x heads of answers."""
+    return math.prod(inputs.k.shape[:2]) * max(inputs.q.shape[2], inputs.v.shape[2])
 
 
 def _distinct(positions: Tensor) -> Iterator[Tensor]:

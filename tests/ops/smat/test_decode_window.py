@@ -82,7 +82,7 @@ def test_the_share_of_a_fold_is_the_same_for_every_token(vc_dim, field_size, mon
     shares = []
     for t in range(4 * step):
         before = len(folded)
-        _, state = state.step(**at(inputs, t), inplace=True)
+        _, state = state.step(**at(inputs, t), inplace=True, backend="torch")
         shares.append(len(folded) - before)
     slabs = fold.num_slabs(state)
     assert slabs == 2 * 16

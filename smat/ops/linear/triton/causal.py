@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from smat.masks import Segment
-from smat.ops.linear.triton import plan as planning
+from smat.ops.linear import plan as planning
 from smat.ops.linear.triton.divided import prepare_division
 from smat.ops.linear.triton.outputs import attend_chunks
 from smat.ops.linear.triton.query_key_grads import query_key_grads

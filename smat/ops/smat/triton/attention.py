@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -12,7 +9,8 @@ from smat.masks import Segment, SMatMask
 from smat.ops.linear.decay import FORGETS
 from smat.ops.linear.triton.causal import Causal, along_rows, divide_backward
 from smat.ops.smat.attention import segments_of
-from smat.ops.smat.routing import Gates, Inputs, Options, Routing
+from smat.ops.smat.routing import Inputs, Options
+from smat.ops.smat.sequences import cut_sequences, take
 from smat.ops.smat.triton.long_range import long_range, long_range_backward
 from smat.ops.triton.decay import sum_gates
 
@@ -38,36 +36,13 @@ class Sequence:
         return self.inputs, self.options, self.mask, self.segments, self.far_cum
 
 
-def cut_sequences(inputs: Inputs, options: Options) -> Iterator[tuple[slice, Sequence]]:
-    """Yield the packed sequences, or the one there is, with their places."""
-    length = inputs.k.shape[1]
-    if inputs.cu_seqlens is None:
-        if length:
-            yield slice(0, length), Sequence(inputs, options, options.mask)
-        return
-    for start, stop in itertools.pairwise(inputs.cu_seqlens.tolist()):
-        if stop > start:
-            here, mask = slice(start, stop), options.mask.for_length(stop - start)
-            yield here, Sequence(_take(inputs, here), options, mask)
-
-
-def _take(inputs: Inputs, tokens: slice) -> Inputs:
-    """View some tokens."""
-    gates, routing = ([_some(x, tokens) for x in kind] for kind in (inputs.gates, inputs.routing))
-    q, k, v = (x[:, tokens] for x in (inputs.q, inputs.k, inputs.v))
-    return Inputs(q, k, v, Gates(*gates), Routing(*routing))
-
-
-def _some(x: Tensor | None, tokens: slice) -> Tensor | None:
-    return None if x is None else x[:, tokens]
-
-
 def attend(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
     """Run Algorithm 1: the output (B, T, H, V) and the normaliser (B, T, H), in fp32."""
     v, num_heads = inputs.v, max(inputs.q.shape[2], inputs.v.shape[2])
     out = v.new_empty(*v.shape[:2], num_heads, v.shape[-1], dtype=torch.float32)
     normalizer = out.new_empty(out.shape[:3])
-    for tokens, sequence in cut_sequences(inputs, options):
+    for tokens, some, mask in cut_sequences(inputs, options):
+        sequence = Sequence(some, options, mask)
         far = long_range(*sequence.distant()) if sequence.has_distant else None
         sequence.causal.attend(far, sequence.has_local, out[:, tokens], normalizer[:, tokens])
     return out, normalizer
@@ -93,9 +68,10 @@ def attend_backward(
     inverse = delta = None
     if options.normalize:
         inverse, delta = divide_backward(grad_out, out, normalizer)
-    for tokens, sequence in cut_sequences(inputs, options):
+    for tokens, some, mask in cut_sequences(inputs, options):
+        sequence = Sequence(some, options, mask)
         own = {name: grad[:, tokens] for name, grad in grads.items()}
-        back = grad_out[:, tokens], _some(inverse, tokens), _some(delta, tokens), own
+        back = grad_out[:, tokens], take(inverse, tokens), take(delta, tokens), own
         if sequence.has_local:
             sequence.causal.backward(*back)
         if sequence.has_distant:

@@ -1,4 +1,4 @@
-"""How the kernels of the causal branch cut a sequence: chunks, windows, blocks (equation 8).
+"""How kernels of the causal branch cut a sequence: chunks, windows, blocks (equation 8).
 
 A window is visited chunk by chunk, from where it begins to the end of its segment; only the last of
 these chunks, the segment's own, have queries that look through it. Where windows overlap, a chunk

@@ -1,0 +1,1 @@
+"""The causal branch on a CPU, as C++."""

@@ -1,0 +1,167 @@
+// One chunk of the causal branch as buffers: features, values, decay (equation 8).
+#pragma once
+#include "tiles.h"
+
+// A chunk: its tokens, the windows that are open there, whether its queries see distant keys too.
+struct Chunk {
+    index_t start, stop, first_window, last_window, has_distant;
+    index_t size() const { return stop - start; }
+};
+
+// What a call is given. G heads of queries share a key, or M heads of values share key and query.
+template <class T> struct Call {
+    Array<const T> q, k, v, key_gate, grad_out;
+    Array<const double> log_decay;
+    Array<T> out, normalizer, inverse, column, grad_q, grad_k, grad_v, grad_decay, grad_gate;
+    const Chunk *chunks;
+    const index_t *spans;  // the first chunk of each span, and the end: no window crosses it
+    T *scratch;
+    index_t num_spans, batch, key_heads, group, share, slices, key_dim, value_dim, chunk_size,
+        num_slots, scratch_size, map, normalize, threads, part_q, part_k, part_gate,
+        adds, heads_at_once, most_chunks;
+
+    index_t head_blocks() const { return (key_heads + heads_at_once - 1) / heads_at_once; }
+    index_t num_tasks() const { return num_spans * batch * head_blocks() * slices; }
+
+    index_t width_k() const { return padded<T>(key_dim); }
+    index_t width_v() const { return padded<T>(value_dim); }
+    index_t width_c() const { return padded<T>(chunk_size); }
+    index_t state_size() const {  // either way round, and a row for the normaliser
+        const index_t most = std::max(key_dim, value_dim);
+        return std::max(padded_rows(most), padded<T>(most)) * padded<T>(most) + padded<T>(most);
+    }
+};
+
+// A task: some key heads of one sequence of the batch, or some of the heads that share one, and a
+// span. Heads lie side by side in memory, and what lies side by side is worked off together.
+struct Task {
+    index_t batch, head_begin, head_end, key_head, first, last, begin, end, slice;
+    template <class T> Task(const Call<T> &call, index_t number) {
+        const index_t answers = std::max(call.group, call.share);
+        slice = number % call.slices, number /= call.slices;
+        first = slice * answers / call.slices, last = (slice + 1) * answers / call.slices;
+        const index_t blocks = call.head_blocks();
+        head_begin = number % blocks * call.heads_at_once, number /= blocks;
+        head_end = std::min(head_begin + call.heads_at_once, call.key_heads);
+        key_head = head_begin;
+        batch = number % call.batch, number /= call.batch;
+        begin = call.spans[number], end = call.spans[number + 1];
+    }
+    // Heads of queries, or of values, of the key head: all the task's, or the one there is.
+    template <class T> std::pair<index_t, index_t> queries(const Call<T> &call) const {
+        return call.group > 1 ? std::make_pair(first, last) : std::make_pair<index_t, index_t>(0, 1);
+    }
+    template <class T> std::pair<index_t, index_t> values(const Call<T> &call) const {
+        return call.share > 1 ? std::make_pair(first, last) : std::make_pair<index_t, index_t>(0, 1);
+    }
+};
+
+// Buffers one behind the other, each on a cache line of its own; without memory, their size alone.
+template <class T> struct Buffers {
+    T *memory;
+    index_t used = 0;
+    T *take(index_t count) {
+        T *mine = memory ? memory + used : nullptr;
+        used += round_up(count, 64);
+        return mine;
+    }
+};
+
+template <class T> inline void clear(T *x, index_t count) { std::memset(x, 0, count * sizeof(T)); }
+template <class T> inline void scale(T *x, index_t count, T factor) {
+    for (index_t i = 0; i < count; i += LANES<T>) store(x + i, load(x + i) * factor);
+}
+template <class T> inline void add_to(T *x, const T *y, index_t count, T factor) {
+    for (index_t i = 0; i < count; i += LANES<T>) store(x + i, load(x + i) + load(y + i) * factor);
+}
+template <class T> inline vec<T> dot(const T *x, const T *y, index_t count) {
+    vec<T> total{};
+    for (index_t i = 0; i < count; i += LANES<T>) total += load(x + i) * load(y + i);
+    return total;
+}
+
+// Ask for rows before they are needed: each is short, so that the processor does not foresee them.
+template <bool WRITE, class T>
+inline void prefetch(const Array<T> &from, index_t b, index_t head, index_t start, index_t rows,
+                     index_t count) {
+    for (index_t i = 0; i < rows; ++i) {
+        const T *x = from.at(b, start + i, head);
+        for (index_t f = 0; f < count; f += 64 / sizeof(T)) __builtin_prefetch(x + f, WRITE, 3);
+    }
+}
+
+// Copy rows into a buffer whose rows are padded with 0.
+template <class T>
+inline void load_rows(const Array<const T> &from, index_t b, index_t head, index_t start, index_t rows,
+                      index_t count, T *into, index_t width) {
+    for (index_t i = 0; i < rows; ++i) {
+        const T *x = from.at(b, start + i, head);
+        for (index_t f = 0; f < count; f += LANES<T>) store(into + i * width + f, load_some(x + f, count - f));
+    }
+}
+
+template <class T, int MAP>
+inline void map_rows(const Array<const T> &from, index_t b, index_t head, index_t start, index_t rows,
+                     index_t count, T *into, index_t width) {
+    for (index_t i = 0; i < rows; ++i, into += width) {
+        const T *x = from.at(b, start + i, head);
+        for (index_t f = 0; f < count; f += LANES<T>)
+            store(into + f, feature<T>(MAP, load_some(x + f, count - f)));
+        if (count < width) clear(into + count, width - count);
+    }
+}
+template <class T>
+inline void load_features(int map, const Array<const T> &from, index_t b, index_t head, index_t start,
+                          index_t rows, index_t count, T *into, index_t width) {
+    const auto load = map == ELU ? map_rows<T, ELU> : map == RELU ? map_rows<T, RELU> : map_rows<T, IDENTITY>;
+    load(from, b, head, start, rows, count, into, width);
+}
+
+// psi of a chunk: features of its keys, times their gate.
+template <class T>
+inline void load_keys(const Call<T> &call, index_t b, index_t head, const Chunk &chunk, T *psi) {
+    const index_t width = call.width_k();
+    load_features(call.map, call.k, b, head, chunk.start, chunk.size(), call.key_dim, psi, width);
+    for (index_t j = 0; call.key_gate && j < chunk.size(); ++j)
+        scale(psi + j * width, width, *call.key_gate.at(b, chunk.start + j, head));
+}
+
+// What is left within a chunk. Sums of gates are kept as two numbers, so that differences of large
+// ones have all their digits, and only differences are exponentiated (lemma "Gated SMat").
+template <class T> struct Decay {
+    T *coarse, *fine, *since, *until;  // sums at each token; left of the state before, of each key
+    T over = 1;                        // left of what passes the chunk
+
+    Decay() = default;
+    Decay(Buffers<T> &buffers, index_t size)
+        : coarse(buffers.take(size)), fine(buffers.take(size)), since(buffers.take(size)),
+          until(buffers.take(size)) {}
+    void fill(const Array<const double> &gates, index_t b, index_t head, index_t start, index_t size) {
+        double total = 0, lost = 0, totals[256], losses[256];
+        for (index_t i = 0; i < size; ++i) {
+            const double gate = *gates.at(b, start + i, head), before = total;
+            total += gate;
+            const double rounded = total - before;
+            lost += (before - (total - rounded)) + (gate - rounded);
+            totals[i] = total, losses[i] = lost;
+        }
+        for (index_t i = 0; i < size; ++i) {
+            const double sum = totals[i] + losses[i];
+            coarse[i] = sizeof(T) == 8 ? T(totals[i]) : T(sum);
+            fine[i] = sizeof(T) == 8 ? T(losses[i]) : T(sum - double(coarse[i]));
+            since[i] = exp_or_zero_of<T>(sum);
+            until[i] = exp_or_zero_of<T>((total - totals[i]) + (lost - losses[i]));
+        }
+        over = exp_or_zero_of<T>(total + lost);
+    }
+    // What is left of some keys at a query.
+    vec<T> between(index_t query, index_t key) const {
+        return exp_or_zero<T>((coarse[query] - load(coarse + key)) + (fine[query] - load(fine + key)));
+    }
+};
+
+// Keep the entries of a row up to its own token.
+template <class T> inline vec<T> until_column(vec<T> x, index_t first, index_t last) {
+    using integer = typename Vectors<T>::integer;
+    return numbered<T>() <= integer(last - first) ? x : vec<T>{};
+}

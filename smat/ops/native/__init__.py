@@ -1,0 +1,1 @@
+"""What every native kernel shares: compiling, loading, register tiles."""

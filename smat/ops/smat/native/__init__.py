@@ -1,0 +1,1 @@
+"""SMat-Attention on a CPU, as C++."""
