@@ -69,7 +69,7 @@ def test_an_error_that_does_not_say_what_was_given_is_a_failure(monkeypatch):
 
 
 def test_an_input_taken_in_silence_is_a_failure(monkeypatch):
-    broken = {"target": "step", "argument": "log_decay", "breakage": 0.25}
+    broken = {"target": "attention", "argument": "log_decay", "breakage": 0.25}
     runner.check("malformed", **broken)
     monkeypatch.setattr("smat.ops.smat.arguments.check_gate_values", lambda *_: None)
     with pytest.raises(AssertionError, match=r"log_decay.*in silence"):

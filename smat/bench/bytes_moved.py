@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from smat.bench.launches import DTYPES, Call, Case, backward_call, forward_call, launches_of
 from smat.bench.traffic import WORD, Cuts, Traffic, bytes_of
-from smat.extras import require
+from smat.ops.linear import plan as planning
 from smat.ops.linear.chunks import CHUNK
 from smat.ops.smat.attention import segments_of
 from smat.ops.smat.routing import Options
@@ -77,7 +77,6 @@ def op_bytes(case: Case, call: Call) -> dict[str, Traffic]:
 
 def cuts_of(case: Case) -> Cuts:
     """Cut a case's sequence as the kernels do."""
-    planning = require("smat.ops.linear.triton.plan", "gpu")
     segments = segments_of(case.inputs(), Options(case.mask), case.mask, case.seq_len)
     plan = planning.make_plan(tuple(segments), chunk_of(case), torch.device("cpu"))
     return Cuts.of(plan.chunks, plan.windows)
@@ -85,7 +84,7 @@ def cuts_of(case: Case) -> Cuts:
 
 def chunk_of(case: Case) -> int:
     """Tokens of a chunk, as the kernels cut."""
-    return int(require("smat.ops.linear.triton.plan", "gpu").chunk_of(DTYPES[case.dtype]))
+    return planning.chunk_of(DTYPES[case.dtype])
 
 
 class TorchBytes(TorchDispatchMode):
