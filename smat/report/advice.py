@@ -8,7 +8,7 @@ from typing import Any
 from smat.console import WIDTH
 from smat.report.terminal_tables import DTYPE_BYTES, format_bytes, geometry_row
 
-SOFTMAX_WINS_BELOW = 2048  # tokens, on CPUs about so many: `smat bench prefill --preset quick`
+SOFTMAX_WINS_BELOW = 1024  # tokens, on a CPU: `smat bench prefill --preset quick`
 STEPS = 8  # a window of an eighth of the length, the better of the paper's two at that length
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
