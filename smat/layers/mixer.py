@@ -27,7 +27,6 @@ class Mixer(nn.Module, ABC):
     packs_natively = False  # whether `mix` takes packed sequences as they are
     reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
     packs_over_ranks = False  # whether it does so where ranks hold the sequences together
-    runs_over_ranks = True
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
@@ -79,8 +78,6 @@ class Mixer(nn.Module, ABC):
                 past_key_values.put(self._place(), cache, hidden_states.shape[1])
             return out, None, past_key_values
         share = active_share(hidden_states) if open_contexts else None
-        if share is not None and not self.runs_over_ranks:
-            raise ValueError(f"{type(self).__name__} does not run over {share.size} ranks")
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras, share)
         is_narrow = hidden_states.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
         if is_narrow and hidden_states.device.type == "cpu":
