@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smat.distributed import Share, active_share, open_contexts
+from smat.distributed import HeadRanks, Share, active_share, open_contexts
 from smat.layers.call import CallInfo, LayerCaches, MixerCache
 from smat.machine import guard_bfloat16
 from smat.ops.smat.arguments import check_device, check_padding, check_positions, check_tensor
@@ -31,6 +31,7 @@ class Mixer(nn.Module, ABC):
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx  # its place in a cache that layers share
+        self.ranks: HeadRanks | None = None  # that share its heads
 
     @abstractmethod
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
@@ -104,7 +105,7 @@ class Mixer(nn.Module, ABC):
             batch, length, x.device, None if padding.real is None else padding.front(padding.real),
             cu_seqlens, past_key_values, use_cache, inplace, queries, extras, share,
         )  # fmt: skip
-        out, cache = self.mix(x, call)
+        out, cache = self.mix(self._enter(x), call)
         if queries is None:
             out = padding.restore(out)
             out = out if positions is None else out[:, positions]
@@ -132,6 +133,15 @@ class Mixer(nn.Module, ABC):
         out, _, after = self.forward(x, None, cache, True, inplace=inplace, **timed)
         assert after is not None
         return out.squeeze(1), after
+
+    def split_over(self, ranks: HeadRanks) -> None:
+        """Keep the heads of this rank alone: `smat.tensor_parallel`."""
+        self.cut_heads(ranks)
+        self.ranks = ranks
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Cut parameters and sizes by heads."""
+        raise ValueError(f"{type(self).__name__} says of no heads how {ranks.size} ranks hold them")
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; subclasses add what their modules do not draw themselves."""
@@ -181,7 +191,10 @@ class Mixer(nn.Module, ABC):
             len(rows), real.shape[1], x.device, real if len(rows) > 1 else None, extras=apart,
             share=share, rows=rows,
         )  # fmt: skip
-        return self.mix(unpack(x), call)[0][real].unsqueeze(0)
+        return self.mix(self._enter(unpack(x)), call)[0][real].unsqueeze(0)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x if self.ranks is None else self.ranks.enter(x)
 
     def _check(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smat.distributed import Share
+from smat.distributed import HeadRanks, Share
 from smat.distributed.exchange import scan_rows, total
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.gated_deltanet import run_delta_rule
@@ -85,7 +85,6 @@ class MixtureOfMemories(Mixer):
         self.hidden_size, self.num_heads, self.num_chosen = hidden_size, num_heads, num_chosen
         self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
         self.num_memories = max(by_length.values())
-        self.widths = [num_heads * head_dim, num_heads * value_dim, num_heads, num_heads]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.routers = nn.ModuleDict()
         for length, count in sorted(by_length.items()):
@@ -108,6 +107,24 @@ class MixtureOfMemories(Mixer):
         if cu_seqlens is not None and len(self.routers) > 1:
             lengths = [int(length) for length in self.routers]
             raise ValueError(f"pad packed sequences: {len(lengths)} routers are for {lengths}")
+
+    @property
+    def widths(self) -> list[int]:
+        """Of keys, values, write strengths and decays."""
+        return [self.num_heads * each for each in (self.head_dim, self.value_dim, 1, 1)]
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads = self.num_heads
+        own, segments = ranks.own(heads), [(width, heads) for width in self.widths]
+        ranks.share(*self.routers.values(), self.norm)
+        ranks.cut(self, *segments, names=["bank"], dim=2)
+        ranks.cut(self, (heads, heads), names=["dt_bias", "A_log"], dim=1)
+        ranks.cut(self.kv_conv, *segments[:2])
+        for module in (self.q_proj, self.q_conv):
+            ranks.cut(module, segments[0])
+        ranks.cut(self.g_proj, segments[1])
+        ranks.add_up(self.o_proj, heads)
+        self.num_heads = own
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -152,7 +169,8 @@ class MixtureOfMemories(Mixer):
         probability = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
         chosen, memory = probability.topk(self.num_chosen, dim=-1)
         if call.past is None:
-            self.balance_loss = _balance_loss(probability, memory, call.real, call.share)
+            loss = _balance_loss(probability, memory, call.real, call.share)
+            self.balance_loss = loss if self.ranks is None else self.ranks.mean(loss)
         return memory, call.close(chosen / chosen.sum(-1, keepdim=True))
 
     def _states(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor] | None:
@@ -233,7 +251,9 @@ class MixtureOfMemories(Mixer):
         matrix = (self.num_heads, self.head_dim, self.value_dim)
         wide = torch.promote_types(q.dtype, torch.float32)
         written = q.new_zeros(*each, *matrix, dtype=wide)
-        step = torch.eye(self.head_dim, dtype=wide, device=q.device).expand(*each, matrix[0], -1, -1)
+        step = torch.eye(self.head_dim, dtype=wide, device=q.device).expand(
+            *each, matrix[0], -1, -1
+        )
         own, queries = [], []
         for some, at in zip(sequences, where, strict=True):
             _, tokens = self._tokens(q, visitors, visits, some, came[at] + link)

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.distributed import HeadRanks
 from smat.geometry import Geometry
-from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo, with_past
 from smat.layers.routing.learned import LearnedRouting, balance_loss
 from smat.layers.routing.selectors import OwnHyperplane, point_mask
@@ -29,6 +29,12 @@ class Router(nn.Module):
         """Return the mask under which the types are read."""
         return mask
 
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Route for the heads of this rank alone."""
+        raise ValueError(
+            f"{type(self).__name__} does not route for some heads of {ranks.size} ranks"
+        )
+
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call; ``call.before("routing")`` is the state before them.
 
@@ -39,6 +45,9 @@ class Router(nn.Module):
 
 class PositionalRouting(Router):
     """Profiles and types dealt out in turn: everything is left to the positions."""
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Do nothing: every head has the same positions."""
 
 
 class HashedRouting(Router):
@@ -77,13 +86,17 @@ class HashedRouting(Router):
             raise ValueError(f"write_lag >= 0 and num_keys >= 1, got {write_lag} and {num_keys}")
         self.vocab_size, self.num_heads, self.seed = vocab_size, num_heads, seed
         self.write_lag, self.num_keys, self.point_read = write_lag, num_keys, point_read
-        self.num_kept = max(write_lag, num_keys - 1)
+        self.num_kept, self.own_heads = max(write_lag, num_keys - 1), slice(None)
         if point_read:
             self.extra_inputs = ("token_ids",)
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         """Return the mask under which the types are read: at d = 2 a hyperplane is a cell."""
         return point_mask(mask) if self.point_read else mask
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        own = ranks.own(self.num_heads)
+        self.own_heads = slice(ranks.rank * own, (ranks.rank + 1) * own)
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         """Route the tokens of a call by their ``token_ids``; the state is the last ids."""
@@ -100,7 +113,10 @@ class HashedRouting(Router):
         state = None
         if call.use_cache:
             state = last_inputs(ids, self.num_kept, past, call.lengths, call.cu_seqlens)
-        return reads._replace(profile=hashed.profile(lagged[self.write_lag])), state
+        assert reads.query_type is not None
+        query_type = reads.query_type[:, :, self.own_heads]
+        profile = hashed.profile(lagged[self.write_lag])[..., self.own_heads]
+        return reads._replace(profile=profile, query_type=query_type), state
 
     def reads(
         self, x: Tensor, geometry: Geometry, cells: list[Tensor], ids: Tensor, call: CallInfo
@@ -132,6 +148,7 @@ class DirectedRouting(HashedRouting):
 
     extra_inputs = ("token_ids",)
     routes_queries = True
+    cut_heads = Router.cut_heads  # its map reads the queries of all heads
 
     def __init__(
         self,
@@ -168,6 +185,7 @@ class ContentRouting(Router):
         super().__init__()
         self.learned = learned
         self.balance_loss: Tensor | None = None
+        self.ranks: HeadRanks | None = None  # that share its heads
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the last loss behind where a layer is copied or saved: it belongs to a graph."""
@@ -175,6 +193,10 @@ class ContentRouting(Router):
 
     def read_mask(self, mask: SMatMask) -> SMatMask:
         return self.learned.read_mask(mask)
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        self.learned.cut_heads(ranks)
+        self.ranks = ranks
 
     def forward(self, x: Tensor, mask: SMatMask, call: CallInfo) -> tuple[Routing, Tensor | None]:
         routing, _, state = self.route(x, mask, call)
@@ -202,7 +224,8 @@ class ContentRouting(Router):
         )
         if call.past is None:
             field_size, distant = mask.geometry.field_size, distant_tokens(mask, call)
-            self.balance_loss = balance_loss(bin_position, field_size, distant, call.share)
+            loss = balance_loss(bin_position, field_size, distant, call.share)
+            self.balance_loss = loss if self.ranks is None else self.ranks.mean(loss)
         state = None
         if call.use_cache:
             before = None if past is None else past.detach()
@@ -244,39 +267,6 @@ def distant_tokens(mask: SMatMask, call: CallInfo) -> Tensor:
     # n by the number of real tokens
     after = F.pad(mask.boundaries(call.length, call.device), (1, 0))
     return call.real & (token < after[call.real.sum(1)].unsqueeze(1))
-
-
-def neighbour_routings(
-    routing: Routing, bin_position: Tensor, geometry: Geometry
-) -> tuple[Routing, ...]:
-    """Return a routing for each coordinate, that writes to the next bin with a weight of 0.
-
-    >>> position = torch.tensor([[[[0.5, 2.5]]]], requires_grad=True)  # bins 0 and 2 of 3
-    >>> found = neighbour_routings(Routing(), position, Geometry(3, 3))
-    >>> [each.profile.item() for each in found], found[0].write_weight.item()
-    ([5, 2], 0.0)
-
-    Interpolation would write 1 - f to a token's own bin and f to the next one of a coordinate
-    (appendix "Learning the discrete hash"). Rounded to 1 and 0 only the slopes stay: -1 in the own
-    bin, which `ste_weight` has, and +1 in the next. The last bin is its own neighbour: there the
-    slopes cancel, as in the paper's min(a + 1, q - 1).
-    """
-    lower = bin_position.detach().floor().nan_to_num(nan=0.0).long()
-    last, detached = (
-        geometry.field_size - 1,
-        Routing(*(x if x is None else x.detach() for x in routing)),
-    )
-    found = []
-    for axis in range(geometry.ambient_dim):
-        digits = lower.clone()
-        digits[..., axis] = (digits[..., axis] + 1).clamp(max=last)
-        along = bin_position[..., axis]
-        weight = along - along.detach()
-        if detached.write_weight is not None:
-            weight = weight * detached.write_weight
-        profile = from_digits(digits, geometry.field_size)
-        found.append(detached._replace(profile=profile, write_weight=weight))
-    return tuple(found)
 
 
 def _per_token(name: str, call: CallInfo, *heads: int) -> Tensor:
