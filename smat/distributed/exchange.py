@@ -64,15 +64,22 @@ def inputs_before(x: Tensor, count: int, share: Share) -> Tensor:
     return _Shift.apply(x[:, x.shape[1] - count :], share)
 
 
+def _add(x: Tensor, share: Share, kind: str) -> Tensor:
+    """Add up over ranks, in fp32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    added = x.to(wide, copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(added, group=share.group)
+    share.sent[kind] += added.numel() * added.element_size()
+    return added.to(x.dtype)
+
+
 class _Total(torch.autograd.Function):
     """Add up over ranks; the gradients of all ranks' sums are added up too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
-        ctx.share, total = share, x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=share.group)
-        share.sent["total"] += total.numel() * total.element_size()
-        return total
+        ctx.share = share
+        return _add(x, share, "total")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -98,10 +105,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.share.group)
-        ctx.share.sent["gather"] += grad.numel() * grad.element_size()
-        return ctx.share.cut(grad), None
+        return ctx.share.cut(_add(grad, ctx.share, "gather")), None
 
 
 def gather(x: Tensor, share: Share) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 class HeadRanks:
     """The ranks of a mesh of one dimension, over which the heads of layers are dealt.
 
-    A layer says in `cut_heads` what of it belongs to heads: `cut`, `share`, `spread` and `add_up`
-    replace parameters by DTensors, of which the layer sees its own part.
+    A layer says in `cut_heads` what of it belongs to heads: `cut`, `share` and `add_up` replace its
+    parameters by DTensors, of which the layer sees its own part.
     """
 
     def __init__(self, mesh: Any) -> None:
@@ -81,10 +81,16 @@ class HeadRanks:
         for module in modules:
             self._hold(module, Cut(self))
 
-    def spread(self, linear: nn.Linear, heads: int) -> None:
-        """Cut the outputs of a linear map whose input is everyone's."""
-        self.cut(linear, (linear.out_features, heads))
-        linear.register_forward_pre_hook(lambda _, inputs: (self.enter(inputs[0]),))
+    def split_mlp(self, mlp: nn.Module) -> None:
+        """Cut the hidden units between the two linear maps of an MLP."""
+        linear = [each for each in mlp.modules() if isinstance(each, nn.Linear)]
+        if len(linear) != 2 or linear[0].out_features != linear[1].in_features:
+            raise ValueError(f"an MLP has two linear maps, one behind the other, got {linear}")
+        first, last = linear
+        self.own(first.out_features, "hidden units")
+        self.cut(first, (first.out_features, first.out_features))
+        first.register_forward_pre_hook(lambda _, inputs: (self.enter(inputs[0]),))
+        self.add_up(last, last.in_features)
 
     def add_up(self, linear: nn.Linear, heads: int) -> None:
         """Cut the inputs of a linear map, and add up its outputs; the bias is everyone's."""

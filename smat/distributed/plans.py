@@ -29,6 +29,14 @@ class HeadParallel(ParallelStyle):
         return module
 
 
+class MLPParallel(ParallelStyle):
+    """The style of an MLP of two linear maps, which deals its hidden units over ranks."""
+
+    def _apply(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        HeadRanks(device_mesh).split_mlp(module)
+        return module
+
+
 def parallelize(
     model: nn.Module, mesh: Any, plan: Mapping[str, ParallelStyle] | None = None
 ) -> nn.Module:
@@ -101,6 +109,14 @@ def _load_whole(module: Any, state: dict[str, Any], prefix: str, *others: Any) -
         given, own = state.get(prefix + name), module._parameters[name]
         if isinstance(given, Tensor) and not isinstance(given, DTensor):
             state[prefix + name] = like(given, own, cut)
+
+
+def cuts_of(model: nn.Module) -> dict[Tensor, Cut]:
+    """Return how ranks hold the parameters of a model whose heads are dealt; else nothing."""
+    modules: list[Any] = [each for each in model.modules() if hasattr(each, "cuts_by_name")]
+    return {
+        each._parameters[name]: cut for each in modules for name, cut in each.cuts_by_name.items()
+    }
 
 
 def like(x: Tensor, other: Tensor, cut: Cut | None = None) -> Tensor:

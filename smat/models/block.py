@@ -63,11 +63,7 @@ class Block(nn.Module):
     def split_over(self, ranks: HeadRanks) -> None:
         """Keep the MLP's hidden units of this rank alone; the mixer is told for itself."""
         if self.mlp is not None:
-            first, _, last = self.mlp
-            units = first.out_features
-            ranks.own(units, "hidden units")
-            ranks.spread(first, units)
-            ranks.add_up(last, units)
+            ranks.split_mlp(self.mlp)
 
     def extras_of(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those inputs of a model that the mixer takes beside hidden states."""

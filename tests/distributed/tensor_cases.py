@@ -2,11 +2,14 @@
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import smat
 from smat.layers import (
+    DirectedRouting,
     GatedDeltaNet,
     LogLinearGatedDeltaNet,
     LogLinearMamba2,
@@ -17,12 +20,14 @@ from smat.layers import (
     TransportedMemory,
     sum_balance_losses,
 )
-from tests.distributed.layer_cases import decode_on
+from smat.models.block import Block
+from tests.distributed.layer_cases import SHARES, decode_on
 from tests.layers.mixers import (
     EVERY_GATE,
     HIDDEN,
     HORIZON,
     LAYERS,
+    VOCAB,
     WINDOW,
     distant,
     extras,
@@ -73,13 +78,16 @@ def build(name):
     return layer.double()
 
 
-def run(layer, x, ids, **options):
+def run(layer, x, ids, weigh=None, balance_share=1.0, **options):
     """Return output, cache, balance loss, and the gradient of the input."""
     x = x.clone().requires_grad_()
     out, _, cache = layer(x, **extras(layer, ids), **options)
-    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype)
+    shape = out.shape if weigh is None else (len(x), sum(SHARES[2]), HIDDEN)
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=x.dtype)
     balance = sum_balance_losses(layer)
-    loss = (out * weight).sum() + (0 if balance is None else balance)
+    loss = (out * (weight if weigh is None else weight[:, weigh])).sum()
+    if balance is not None:
+        loss = loss + balance_share * balance
     loss.backward()
     return out.detach(), cache, balance, x.grad
 
@@ -113,6 +121,54 @@ def compare_heads(name, use_cache=True, packed=None, positions=None):
     if use_cache and packed is None and positions is None and "learned" not in name:
         errors |= decode_on(dealt, found[1], alone, expected[1], 2)
     return errors
+
+
+def compare_heads_and_tokens(name):
+    """Return the errors where two ranks share heads, and two such pairs a sequence."""
+    warnings.simplefilter("ignore", smat.SMatWarning)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    alone, dealt, shares = build(name), smat.tensor_parallel(build(name), mesh["tp"]), SHARES[2]
+    x, ids = tokens(2, sum(shares))
+    expected = run(alone, x, ids)
+    begin = shares[0] * mesh.get_local_rank("cp")
+    own = slice(begin, begin + shares[mesh.get_local_rank("cp")])
+    with smat.context_parallel(mesh["cp"], shares):
+        found = run(dealt, x[:, own], ids[:, own], weigh=slice(begin, own.stop), balance_share=0.5)
+    for parameter in dealt.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("cp"))
+    return {
+        "out": relative_rms(found[0], expected[0][:, own]),
+        "input": relative_rms(found[3], expected[3][:, own]),
+        **compare_gradients(dealt, alone),
+    }
+
+
+def refuse():
+    """Try what ranks cannot share, two of them."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    odd = {"num_heads": 3, "head_dim": 4}
+    three = {"num_heads": 6, "num_kv_heads": 3, "head_dim": 4}
+    directed = DirectedRouting(HIDDEN, smat.Geometry(3, 3), vocab_size=VOCAB, num_heads=2)
+    dealt = smat.tensor_parallel(make("smat"))
+    for model, said in (
+        (GatedDeltaNet(HIDDEN, **odd), "3 heads do not fall on 2 ranks: take a number of ranks"),
+        (SoftmaxAttention(HIDDEN, **three), "3 key heads neither fall on 2 ranks nor divide them"),
+        (
+            Mamba2(HIDDEN, head_dim=4, num_groups=3, state_dim=4),
+            "3 groups of heads neither fall on",
+        ),
+        (Mamba2(HIDDEN, head_dim=12, state_dim=3), r"3 rows of 1 heads, of a parameter \(56, 12\)"),
+        (smat_layer(routing=directed), "DirectedRouting does not route for some heads"),
+        (Block(make("smat"), mlp_ratio=1.25), "15 hidden units do not fall on 2 ranks"),
+        (dealt, "dealt over ranks already"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            smat.tensor_parallel(model, mesh)
+    two = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="over one dimension of a mesh"):
+        smat.tensor_parallel(make("smat"), two)
 
 
 def compare_gradients(dealt, alone):

@@ -26,7 +26,8 @@ from smat.training.fabric import make_fabric
 strategy, folder, steps, parts = sys.argv[1:]
 fabric = make_fabric("cpu", strategy=strategy, num_devices=2)
 try:
-    here.fit(folder, int(steps), int(parts), fabric=fabric, sharded=strategy == "fsdp")
+    ways = {"sharded": strategy == "fsdp", "over_heads": strategy == "tensor"}
+    here.fit(folder, int(steps), int(parts), fabric=fabric, **ways)
 except Interrupted:
     pass
 """
