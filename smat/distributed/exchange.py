@@ -5,10 +5,12 @@ Every function here is called by all ranks of a share, in the same order, and so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,21 @@ from torch import Tensor
 from smat.distributed.shares import Piece, Share
 
 FORWARD, BACKWARD = 1, -1  # to the next rank, to the one before
+Made = TypeVar("Made")
+
+
+def without_autocast(function: Callable[..., Made]) -> Callable[..., Made]:
+    """Let a function keep its own dtypes: a product in bf16 would be no state of another rank."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> Made:
+        with ExitStack() as off:
+            for device in ("cpu", "cuda", "xpu"):
+                if torch.is_autocast_enabled(device):
+                    off.enter_context(torch.autocast(device, enabled=False))
+            return function(*given, **named)
+
+    return run
 
 
 def _pass_on(share: Share, kind: str, outgoing: Tensor | None, incoming: Tensor, way: int) -> None:

@@ -153,10 +153,8 @@ class Cut:
         by_rank = [part.split(own, self.dim) for part in dealt.chunk(size, self.dim)]
         return torch.cat([part for parts in zip(*by_rank, strict=True) for part in parts], self.dim)
 
-    def local(self, parameter: Any) -> Tensor | None:
+    def local(self, parameter: Any) -> Tensor:
         """Return the rows that this rank's heads use, with a gradient for the parameter."""
-        if parameter is None:
-            return None
         own: Tensor = parameter.to_local()
         size = self.ranks.size
         if not self.is_dealt:

@@ -83,7 +83,10 @@ def hold(
 
 
 def _read(module: Any, name: str) -> Tensor | None:
-    return module.cuts_by_name[name].local(module._parameters[name])
+    held = module._parameters[name]
+    if held is None or held.device_mesh.ndim > 1:  # sharded by FSDP2, which looks after it itself
+        return held
+    return module.cuts_by_name[name].local(held)
 
 
 def _distributed(old: nn.Parameter, cut: Cut) -> nn.Parameter:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from smat.distributed import HeadRanks, Share
-from smat.distributed.exchange import scan_rows, total
+from smat.distributed.exchange import scan_rows, total, without_autocast
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.gated_deltanet import run_delta_rule
 from smat.layers.memory.transport import DeltaTokens
@@ -221,6 +221,7 @@ class MixtureOfMemories(Mixer):
         q = q.flatten(0, 1)[visits.token[some.place]]
         return inputs, DeltaTokens(q, l2_norm(k), v, beta, log_decay)
 
+    @without_autocast
     def _recur_over_ranks(
         self,
         q: Tensor,

@@ -143,7 +143,7 @@ class Trainer:
         """Write a checkpoint, from the first device; a loss that is no number is never kept."""
         self.look()
         weights = whole(self.model.state_dict())
-        moments = whole_moments(self.model, self.optimizer)  # type: ignore[arg-type]
+        moments = whole_moments(self.model, self.optimizer)
         if self.rank == 0:
             random = {"cpu": torch.get_rng_state()}
             if self.is_cuda:

@@ -79,6 +79,7 @@ def compare_op(size, length, uneven=False, state=False, dtype=torch.float64, **c
         begin, end = sum(shares[:rank]), sum(shares[: rank + 1])
         own = leaves({name: x[:, begin:end] for name, x in inputs.items()})
         out, found_after = smat.smat_attention(**own, mask=mask, output_final_state=state, **given)
+    assert out.dtype == dtype
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     weight = weight.bfloat16().to(out.dtype)[:, begin:end]
     named = {name: x for name, x in own.items() if name in DIFFERENTIABLE}

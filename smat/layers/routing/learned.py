@@ -14,6 +14,7 @@ balance loss spreads addresses over all bins; what is read stands in selectors.p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +97,8 @@ class LearnedRouting(nn.Module):
     def cut_heads(self, ranks: HeadRanks) -> None:
         """Keep the hashes and scorers of this rank's heads; they share what is convolved."""
         ranks.share(self.conv, self.selector_conv)
-        for module in (*self.projections.values(), *self.selectors.values()):
+        by_field: list[Any] = [*self.projections.values(), *self.selectors.values()]
+        for module in by_field:
             module.cut_heads(ranks)
 
     def _start(self) -> None:
