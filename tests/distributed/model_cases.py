@@ -3,7 +3,6 @@
 import warnings
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -86,12 +85,9 @@ def compare_sharded():
     optimizers = optimizer_of(alone), optimizer_of(model)
     errors = {}
     for step in range(2):
-        loss, norm = take_step(alone, optimizers[0])
+        _, norm = take_step(alone, optimizers[0])
         rows = slice(mesh.get_local_rank("dp"), None, 2)
-        found_loss, found_norm = take_step(model, optimizers[1], rows)
-        found_loss /= 4
-        dist.all_reduce(found_loss)
-        errors[f"loss {step}"] = relative_rms(found_loss, loss)
+        _, found_norm = take_step(model, optimizers[1], rows)
         errors[f"norm {step}"] = relative_rms(found_norm, norm)
     saved = model.state_dict()
     for name, x in alone.state_dict().items():

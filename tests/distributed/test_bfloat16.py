@@ -1,4 +1,4 @@
-"""bf16 over ranks is as far from fp64 as bf16 in one process: what ranks add up is added in fp32."""
+"""bf16 over ranks is as far from fp64 as in one process: what ranks add up is added in fp32."""
 
 import pytest
 import torch

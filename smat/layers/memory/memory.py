@@ -27,8 +27,7 @@ from smat.layers.memory.settings import MemorySettings
 from smat.layers.memory.transport import DeltaTokens, boundary_of
 from smat.layers.primitives import describe_mask
 from smat.layers.routing.learned import LearnedRouting
-from smat.layers.routing.neighbours import neighbour_routings
-from smat.layers.routing.routers import ContentRouting
+from smat.layers.routing.routers import ContentRouting, neighbour_routings
 from smat.masks import BoundarySchedule, SMatMask, kept
 from smat.ops.smat.routing import Routing
 
