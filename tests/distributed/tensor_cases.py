@@ -42,7 +42,7 @@ KEPT = smat.schedules.kept(8)
 # With four heads, and groups of heads that four ranks do not divide.
 WIDE = {
     "wide softmax": lambda: SoftmaxAttention(
-        HIDDEN, **FOUR, num_kv_heads=2, positions="learned", max_length=HORIZON + 6, bias=True,
+        HIDDEN, **FOUR, num_kv_heads=2, positions="learned", max_length=HORIZON + 8, bias=True,
         conv_size=3, qk_norm=True,
     ),
     "wide smat": lambda: smat_layer(
