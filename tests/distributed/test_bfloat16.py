@@ -11,7 +11,9 @@ from tests.ops.smat.comparison import TOLERANCE
 # The sum of a rank's heads is rounded once more than in one process, and a share has fewer numbers
 # to average over than the whole: both stay well below another half of the error.
 MORE = 1.5
-LAYERS = ["softmax", "smat gated", "mamba2", "gated deltanet", "log-linear mamba2", "routed mamba2"]
+# Of one process: a layer rounds to bf16 some eight times in a row, by up to 2^-9 each.
+ALONE = 8 * 2**-9
+LAYERS = ["softmax", "smat gated", "mamba2", "gated deltanet"]
 
 
 @pytest.mark.parametrize("name", ["window", "routed window", "packed window", "recurrent decay"])
@@ -23,9 +25,9 @@ def test_the_op_over_ranks_holds_the_tolerance_of_bf16(name, two_ranks):
         assert max(errors.values()) < of_grads, errors
 
 
-@pytest.mark.parametrize("name", LAYERS[:4])
+@pytest.mark.parametrize("name", LAYERS)
 def test_mixers_over_ranks_are_as_exact_as_one_process(name, two_ranks):
     for errors in two_ranks.run(compare_narrow, size=2, name=name):
         for what, (alone, dealt, cut) in errors.items():
-            assert alone < 1e-2, what
+            assert alone < ALONE, (what, alone)
             assert max(dealt, cut) < MORE * alone, (what, alone, dealt, cut)
