@@ -17,7 +17,8 @@ template <class T> struct Call {
     T *last, *kept;  // the state after the last token, or the gradient of the first; before each block
     T *scratch;
     double scale;
-    index_t batch, length, heads, key_dim, value_dim, block_size, chunk_size, scratch_size, threads;
+    index_t batch, length, heads, key_dim, value_dim, block_size, chunk_size, scratch_size, threads,
+        heads_at_once;
 
     index_t num_blocks() const { return (length + block_size - 1) / block_size; }
     index_t width_k() const { return padded<T>(key_dim); }
@@ -25,7 +26,19 @@ template <class T> struct Call {
     index_t width_c() const { return padded<T>(chunk_size); }
     index_t rows() const { return std::max(padded_rows(width_c()), width_c()) + TILE_ROWS; }
     index_t state_size() const { return std::max(padded_rows(key_dim), width_k()) * width_v(); }
-    index_t place(index_t task) const { return task * key_dim * value_dim; }
+    index_t place(index_t b, index_t head, index_t block = 0) const {
+        return ((block * batch + b) * heads + head) * key_dim * value_dim;
+    }
+    index_t head_blocks() const { return (heads + heads_at_once - 1) / heads_at_once; }
+};
+
+// A task: some heads of one sequence. They lie side by side in memory, and are worked off together.
+struct Task {
+    index_t b, begin, end;
+    template <class T> Task(const Call<T> &call, index_t number) : b(number / call.head_blocks()) {
+        begin = number % call.head_blocks() * call.heads_at_once;
+        end = std::min(begin + call.heads_at_once, call.heads);
+    }
 };
 
 // States between a caller's layout and one with padded rows.
@@ -68,8 +81,8 @@ template <class T> struct ChunkTiles {
         before = buffers.take(call.state_size());
     }
 
-    // Load a chunk whose state before it is in its place; k_t is scratch.
-    void fill(index_t b, index_t head, index_t first, index_t count, T *k_t) {
+    // Load a chunk whose state before it is in its place; the one at `next` will follow. k_t is scratch.
+    void fill(index_t b, index_t head, index_t first, index_t count, index_t next, T *k_t) {
         start = first, size = count;
         load_tile(call.k, b, head, start, size, K, k, R);
         load_tile(call.q, b, head, start, size, K, q, R);
@@ -80,6 +93,9 @@ template <class T> struct ChunkTiles {
         transpose(size, R, k, R, k_t, C);
         for (index_t row = 0; row < size; row += TILE_ROWS) {
             const index_t end = std::min(row + TILE_ROWS, size), wide = padded<T>(end);
+            foresee<false>(call.k, b, head, next + row, K);
+            foresee<false>(call.q, b, head, next + row, K);
+            if (call.v) foresee<false>(call.v, b, head, next + row, V);
             product<T, false>(TILE_ROWS, wide, K, k + row * R, R, 1, k_t, C, overlap + row * C, C);
             product<T, false>(TILE_ROWS, wide, K, q + row * R, R, 1, k_t, C, reads + row * C, C);
             for (index_t i = row; i < end; ++i) weigh(i, wide);
@@ -94,9 +110,16 @@ template <class T> struct ChunkTiles {
         }
         substitute();
         for (index_t j = 0; j < size; ++j) {
-            std::memcpy(moved + j * P, update + j * P, P * sizeof(T));
-            scale(moved + j * P, P, decay.until[j]);
+            const T left = decay.until[j];
+            for (index_t f = j * P; f < (j + 1) * P; f += LANES<T>) store(moved + f, load(update + f) * left);
         }
+    }
+
+    // Ask for a tile of rows before it is needed, as far as there are tokens.
+    template <bool WRITE, class A>
+    void foresee(const A &from, index_t b, index_t head, index_t at, index_t count) const {
+        const index_t rows = std::min<index_t>(TILE_ROWS, call.length - at);
+        if (at >= 0) prefetch<WRITE>(from, b, head, at, rows, count);
     }
 
     void weigh(index_t i, index_t wide) {

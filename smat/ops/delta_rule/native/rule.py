@@ -16,13 +16,14 @@ from smat.ops.native.build import load
 
 SOURCE, BACKWARD_SOURCE = "delta_rule/native/rule.cpp", "delta_rule/native/rule_backward.cpp"
 CHUNK = 32  # tokens: fewer operations than 64, and tiles that stay in the first cache
+HEADS_AT_ONCE = 4  # heads of a task, whose states should stay in cache
 INPUTS = ("q", "k", "v", "beta", "log_decay")
 GRADS = ("grad_q", "grad_k", "grad_v", "grad_beta", "grad_decay")
 ARRAYS = ("q", "k", "v", "beta", "grad_out", "log_decay", "out", *GRADS)
 POINTERS = ("first", "last", "kept", "scratch")
 NUMBERS = (
     "batch", "length", "heads", "key_dim", "value_dim", "block_size", "chunk_size",
-    "scratch_size", "threads",
+    "scratch_size", "threads", "heads_at_once",
 )  # fmt: skip
 
 
@@ -91,12 +92,13 @@ def _run(
     tensors = dict(zip(INPUTS, (*wide, gates), strict=True)) | arrays
     batch, length, heads, key_dim = by_token[1].shape
     work = batch * length * heads * key_dim * (3 * first.shape[-1] + 2 * CHUNK)
+    threads = min(num_threads(work), batch * heads)
     call = Call(
         **{name: array(x if x.numel() else None) for name, x in tensors.items()},
         **{name: None if x is None else x.data_ptr() for name, x in states.items()},
         scale=scale, batch=batch, length=length, heads=heads, key_dim=key_dim,
         value_dim=first.shape[-1], block_size=chunk_size, chunk_size=min(CHUNK, chunk_size),
-        threads=min(num_threads(work), batch * heads),
+        threads=threads, heads_at_once=max(1, min(HEADS_AT_ONCE, batch * heads // threads, heads)),
     )  # fmt: skip
     library, kind = load(source), str(first.dtype).removeprefix("torch.")
     assert library is not None

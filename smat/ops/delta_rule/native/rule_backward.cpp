@@ -6,7 +6,7 @@ template <class T> struct Backward {
     const index_t K, V, R, P, C;
     Buffers<T> buffers;
     std::vector<ChunkTiles<T>> block;  // the chunks of a block
-    T *k_t, *update_t, *before_t, *adjoint, *adjoint_t, *pulled, *grad_update, *grad_error, *grad_reads,
+    T *k_t, *update_t, *before_t, *adjoints, *adjoint, *adjoint_t, *pulled, *grad_update, *grad_error, *grad_reads,
         *grad_overlap, *grad_q, *grad_k, *inter, *by_query, *by_key, *columns;
 
     Backward(const Call<T> &call, T *scratch)
@@ -16,36 +16,49 @@ template <class T> struct Backward {
         for (index_t start = 0; start < longest; start += call.chunk_size) block.emplace_back(call, buffers);
         k_t = buffers.take(R * rows), update_t = buffers.take(P * rows);
         const index_t state = std::max(padded_rows(K), R) * P + R * TILE_ROWS;
-        for (T **square : {&before_t, &adjoint, &adjoint_t}) *square = buffers.take(state);
+        for (T **square : {&before_t, &adjoint_t}) *square = buffers.take(state);
+        adjoint = adjoints = buffers.take(call.heads_at_once * call.state_size());
         for (T **wide : {&pulled, &grad_update, &grad_error}) *wide = buffers.take(rows * P);
         for (T **square : {&grad_reads, &grad_overlap}) *square = buffers.take(rows * C);
         for (T **wide : {&grad_q, &grad_k, &inter}) *wide = buffers.take(rows * R);
         for (T **line : {&by_query, &by_key, &columns}) *line = buffers.take(rows);
     }
 
-    void run(index_t task) {
-        const index_t b = task / call.heads, head = task % call.heads;
-        load_state(call, call.first + call.place(task), adjoint);
-        for (index_t number = call.num_blocks() - 1; number >= 0; --number) {
-            index_t start = number * call.block_size, count = 0;
-            const index_t end = std::min(start + call.block_size, call.length);
-            load_state(call, call.kept + call.place(number * call.batch * call.heads + task), block[0].before);
-            for (; start < end; start += call.chunk_size, ++count) {
-                ChunkTiles<T> &chunk = block[count];
-                chunk.fill(b, head, start, std::min(call.chunk_size, end - start), k_t);
-                if (start + call.chunk_size >= end) continue;
-                std::memcpy(block[count + 1].before, chunk.before, call.state_size() * sizeof(T));
-                chunk.pass(block[count + 1].before);
+    void run(const Task &task) {
+        for (index_t head = task.begin; head < task.end; ++head)
+            load_state(call, call.first + call.place(task.b, head), adjoints + (head - task.begin) * call.state_size());
+        for (index_t number = call.num_blocks() - 1; number >= 0; --number)
+            for (index_t head = task.begin; head < task.end; ++head) {
+                adjoint = adjoints + (head - task.begin) * call.state_size();
+                pull_block(task.b, head, number);
             }
-            while (count > 0) pull(b, head, block[--count]);
+        for (index_t head = task.begin; head < task.end; ++head)
+            save_state(call, adjoints + (head - task.begin) * call.state_size(), call.last + call.place(task.b, head));
+    }
+
+    // Load the chunks of a block one after the other, and pull them in reverse.
+    void pull_block(index_t b, index_t head, index_t number) {
+        index_t start = number * call.block_size, count = 0;
+        const index_t before = start - call.block_size, end = std::min(start + call.block_size, call.length);
+        load_state(call, call.kept + call.place(b, head, number), block[0].before);
+        for (; start < end; start += call.chunk_size, ++count) {
+            const index_t behind = start + call.chunk_size;
+            block[count].fill(b, head, start, std::min(behind, end) - start, behind < end ? behind : before, k_t);
+            if (behind >= end) continue;
+            std::memcpy(block[count + 1].before, block[count].before, call.state_size() * sizeof(T));
+            block[count].pass(block[count + 1].before);
         }
-        save_state(call, adjoint, call.last + call.place(task));
+        while (count > 0) pull(b, head, block[--count]);
     }
 
     // Find the gradients of a chunk, and bring the adjoint of the state in front of it.
     void pull(index_t b, index_t head, const ChunkTiles<T> &chunk) {
         const index_t size = chunk.size;
         load_tile(call.grad_out, b, head, chunk.start, size, V, pulled, P);
+        for (index_t row = 0; row < size; row += TILE_ROWS) {
+            chunk.template foresee<true>(call.grad_v, b, head, chunk.start + row, call.v ? V : 0);
+            chunk.template foresee<true>(call.grad_k, b, head, chunk.start + row, K);
+        }
         pull_updates(chunk);
         write_values(b, head, chunk);
         pull_pairs(chunk);
@@ -53,6 +66,7 @@ template <class T> struct Backward {
         pull_states(chunk);
         for (index_t row = 0; row < size; row += TILE_ROWS) {  // a tile of queries, then one of keys
             const index_t end = std::min(row + TILE_ROWS, size), corner = row * C + row, later = size - row;
+            chunk.template foresee<false>(call.grad_out, b, head, chunk.start - call.chunk_size + row, V);
             T *query = grad_q + row * R, *key = grad_k + row * R;
             product<T, true>(TILE_ROWS, R, end, grad_reads + row * C, C, 1, chunk.k, R, query, R);
             product<T, true>(TILE_ROWS, R, end, grad_overlap + row * C, C, 1, chunk.k, R, key, R);
@@ -147,8 +161,8 @@ template <class T> struct Backward {
 };
 
 template <class T> void run(const Call<T> &call) {
-    in_threads(call.batch * call.heads, call.threads, [&](index_t task, index_t thread) {
-        Backward<T>(call, call.scratch + thread * call.scratch_size).run(task);
+    in_threads(call.batch * call.head_blocks(), call.threads, [&](index_t number, index_t thread) {
+        Backward<T>(call, call.scratch + thread * call.scratch_size).run(Task(call, number));
     }, true);
 }
 extern "C" {
