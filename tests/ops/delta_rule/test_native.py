@@ -86,7 +86,5 @@ def test_a_state_that_is_only_multiplied_has_no_values():
     q, k, _, beta, log_decay, _ = (inputs[name] for name in NAMES)
     out, state = transport_queries(q, k, beta, log_decay, output_final_transition=True)
     eye = torch.eye(5, dtype=q.dtype).expand(2, 2, 5, 5)
-    expected = delta_rule(
-        q, k, 0 * k, beta, log_decay, initial_state=eye, output_final_state=True
-    )
+    expected = delta_rule(q, k, 0 * k, beta, log_decay, initial_state=eye, output_final_state=True)
     torch.testing.assert_close((out, state), expected, rtol=0, atol=1e-13)

@@ -54,9 +54,7 @@ def forward(
     out = k.new_empty(*k.shape[:3], initial_state.shape[-1], dtype=dtype)
     first = initial_state.to(dtype).contiguous()
     last = torch.empty_like(first)
-    kept = first.new_empty(
-        num_chunks if keep_states else 0, len(k) * k.shape[2], *first.shape[2:]
-    )
+    kept = first.new_empty(num_chunks if keep_states else 0, len(k) * k.shape[2], *first.shape[2:])
     states = {"first": first, "last": last, "kept": kept if keep_states else None}
     _run(SOURCE, by_token, {"out": out}, states, scale, chunk_size)
     return [out.to(v.dtype if v.shape[-1] else k.dtype), last, kept]
@@ -64,7 +62,7 @@ def forward(
 
 def backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     """Return the gradients of all inputs, from the states before all chunks."""
-    *by_token, initial_state, kept, grad_out, grad_final = tensors
+    *by_token, _, kept, grad_out, grad_final = tensors
     grads = [x.new_empty(x.shape, dtype=kept.dtype) for x in by_token]
     first = grad_final.to(kept.dtype).contiguous()
     last = torch.empty_like(first)
