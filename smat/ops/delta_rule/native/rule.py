@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def _run(
     source: str,
     by_token: Sequence[Tensor],
     arrays: dict[str, Tensor],
-    states: dict[str, Tensor | None],
+    states: Mapping[str, Tensor | None],
     scale: float,
     chunk_size: int,
 ) -> None:
