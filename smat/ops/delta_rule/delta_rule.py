@@ -2,7 +2,8 @@
 
 Everything but the states at the chunks' edges is batched over chunks, heads and batch; the backward
 pass keeps the inputs and those states, and builds the tiles of a few chunks again at a time. What
-is carried is read from a state that starts as the identity and is only multiplied.
+is carried is read from a state that starts as the identity and is only multiplied. On a CPU, calls
+of some size go to the kernels of `native/`, which keep and take the same states.
 """
 
 from __future__ import annotations

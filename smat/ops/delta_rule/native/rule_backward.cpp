@@ -114,7 +114,8 @@ template <class T> struct Backward {
         vec<T> pairs{};
         for (index_t j = 0; j < wide; j += LANES<T>) {
             const index_t at = i * C + j;
-            const vec<T> left = chunk.decay.between(i, j), read = load(grad_reads + at), written = load(grad_overlap + at);
+            const vec<T> left = chunk.decay.between(i, j);
+            const vec<T> read = load(grad_reads + at), written = load(grad_overlap + at);
             const vec<T> pair = read * load(chunk.reads + at) + written * load(chunk.overlap + at);
             pairs += until_column<T>(pair, j, i - 1);
             store(columns + j, load(columns + j) + until_column<T>(pair, j, i - 1));
