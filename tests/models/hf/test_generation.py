@@ -232,6 +232,8 @@ def test_what_a_state_cannot_do_is_refused_with_a_reason():
         model(prompt["input_ids"], position_ids=torch.zeros(2, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
+    with pytest.raises(ValueError, match=r"hashed routing needs token_ids .* \(2, 9\)"):
+        make_model("smat_hashed")(inputs_embeds=torch.zeros(2, 9, 16).double())
     cache = SMatCache(model.config)
     with torch.no_grad():
         model(**prompt, past_key_values=cache)
