@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -182,7 +183,8 @@ def test_under_sanitizers(tmp_path):
         "SMAT_NATIVE_FLAGS": SANITIZERS, "LD_PRELOAD": library, "XDG_CACHE_HOME": str(tmp_path),
         "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2",
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(Path(__file__).parents[1] / "delta_rule" / "test_native.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *files]
     done = subprocess.run(
         [*command, "-k", "not sanitizers and not fork"],
         env=environment,
