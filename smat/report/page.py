@@ -226,6 +226,10 @@ def refresh(text: str, found: Sequence[Record], costs: Sequence[Costs] = ()) -> 
             raise ValueError(f"{name} has no preset {preset!r}; it has {presets}")
         result = tables.result_table(experiment, preset, found, published)
         made = format_markdown(result) if result.records else f"{not_started(name, preset)}\n"
+        if result.own_cells:  # other lengths than the paper's: its table stands below
+            for paper in records.reproduced_tables(experiment, published):
+                caption = escape_markdown(paper["caption"])
+                made += f"\nThe paper: {caption}.\n\n{format_markdown(tables.paper_table(paper))}"
         reduced = escape_markdown(experiment.presets[preset])
         return f"{match[1]}Preset {preset}: {reduced}.\n\n{made}{match[4]}"
 

@@ -149,6 +149,19 @@ def test_only_what_stands_between_the_marks_changes():
     assert refresh(new, []) == f"Before.\n{begin}{line}<!-- end of table -->\nAfter.\n"
 
 
+def test_the_papers_table_stands_below_one_of_other_lengths():
+    (run, *_) = find_experiment("length-generalization").runs("quick", None)
+    given = {"preset": "quick", "by_cell": {"T=128": 98.7}, "key": run.key}
+    record = make_record(run.arm, run.cell, run.seed, 98.7, **given)
+    name = record.run.model_copy(update={"experiment": "length-generalization"})
+    text = "<!-- table: length-generalization quick -->\n<!-- end of table -->"
+    new = refresh(text, [record.model_copy(update={"run": name})])
+    ours, uniform, placed = new.split("The paper: ")
+    assert "98.7" in ours
+    assert "| Boundary kept | 91.5 ± 3.7 |" in uniform
+    assert "| Boundary kept | 35.4 ± 14.9 |" in placed
+
+
 @pytest.mark.parametrize(("name", "preset"), [("no-such", "quick"), ("subset-routing", "slow")])
 def test_an_unknown_table_is_refused(name, preset):
     text = f"<!-- table: {name} {preset} -->\n<!-- end of table -->"

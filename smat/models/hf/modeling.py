@@ -257,6 +257,11 @@ class SMatForCausalLM(SMatPreTrainedModel, GenerationMixin):
         divisor = count.clamp(min=1) if num_items is None else num_items
         return total / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)
 
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        """Say that no cache of keys and values will do, so none that is quantised or offloaded."""
+        return False
+
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *others: Any, **more: Any
     ) -> Any:

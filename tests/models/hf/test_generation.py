@@ -1,8 +1,7 @@
 """What `generate` promises: every way of decoding equals a loop over whole forward passes.
 
-Of the checks that transformers runs on its generative models these do not apply: caches of keys and
-values (static, quantised, offloaded ones, their shapes, compiled decoding with them), attention
-weights, and assisted decoding, which must take tokens back. Each is refused with a reason.
+Of the checks that transformers runs on its generative models some do not apply to a state:
+docs/language-models.md lists them.
 """
 
 import copy
@@ -135,21 +134,35 @@ def test_a_second_turn_goes_on_from_the_same_cache(name):
 
 
 @four_mixers
-def test_all_outputs_have_their_shapes(name):
-    model, prompt = make_model(name), make_prompt()
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_all_outputs_have_their_shapes(name, beams, cached):
+    model, prompt = make_model(name), make_prompt(padded=0)
+    prompt["attention_mask"][0, 5:] = 0  # on the right: a gap before what is generated
     wanted = dict.fromkeys(("output_scores", "output_logits", "output_hidden_states"), True)
     out = model.generate(
         **prompt, max_new_tokens=3, return_dict_in_generate=True, do_sample=False, pad_token_id=0,
-        **wanted,
+        num_beams=beams, use_cache=cached, **wanted,
     )  # fmt: skip
-    assert [x.shape for x in out.scores] == [x.shape for x in out.logits] == 3 * [(2, VOCAB)]
-    assert [[x.shape[1] for x in step] for step in out.hidden_states] == [3 * [9], 3 * [1], 3 * [1]]
+    rows = 2 * beams
+    assert [x.shape for x in out.scores] == [x.shape for x in out.logits] == 3 * [(rows, VOCAB)]
+    lengths = [9, 1, 1] if cached else [9, 10, 11]
+    shapes = [[x.shape for x in step] for step in out.hidden_states]
+    assert shapes == [3 * [(rows, length, 16)] for length in lengths]
     with torch.no_grad():
         whole = model(**prompt, output_hidden_states=True, use_cache=False)
-    torch.testing.assert_close(out.logits[0], whole.logits[:, -1].float())
+    torch.testing.assert_close(out.logits[0][::beams], whole.logits[:, -1].float())
     for found, expected in zip(out.hidden_states[0], whole.hidden_states, strict=True):
-        torch.testing.assert_close(found, expected)
-    scores = model.compute_transition_scores(out.sequences, out.scores, normalize_logits=True)
+        torch.testing.assert_close(found[::beams], expected)
+    if cached:
+        sizes = [(each.batch_size, each.get_seq_length()) for each in out.past_key_values.layers]
+        assert sizes == [(rows, 11), (rows, 11)]  # the last token was not taken in yet
+    else:
+        assert out.past_key_values is None
+    indices = out.beam_indices if beams > 1 else None
+    scores = model.compute_transition_scores(
+        out.sequences, out.scores, indices, normalize_logits=beams == 1
+    )
     assert scores.shape == (2, 3)
 
 
@@ -206,8 +219,9 @@ def test_decoding_stops_at_the_end_of_a_sequence():
 
 def test_what_a_state_cannot_do_is_refused_with_a_reason():
     model, prompt = make_model("smat"), make_prompt()
-    with pytest.raises(ValueError, match="'static'"):
-        model.generate(**prompt, cache_implementation="static", max_new_tokens=2, pad_token_id=0)
+    for kind in ("static", "quantized", "offloaded"):
+        with pytest.raises(ValueError, match=f"'{kind}'"):
+            model.generate(**prompt, cache_implementation=kind, max_new_tokens=2, pad_token_id=0)
     with pytest.raises(ValueError, match="stateful"):
         model.generate(**prompt, prompt_lookup_num_tokens=2, max_new_tokens=2, pad_token_id=0)
     with pytest.raises(TypeError, match="DynamicCache"):
@@ -218,12 +232,20 @@ def test_what_a_state_cannot_do_is_refused_with_a_reason():
         model(prompt["input_ids"], position_ids=torch.zeros(2, 9, dtype=torch.long))
     with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
         model()
+    with pytest.raises(ValueError, match=r"hashed routing needs token_ids .* \(2, 9\)"):
+        make_model("smat_hashed")(inputs_embeds=torch.zeros(2, 9, 16).double())
     cache = SMatCache(model.config)
     with torch.no_grad():
         model(**prompt, past_key_values=cache)
     with pytest.raises(NotImplementedError, match="remove 2 of 9 tokens"):
         cache.crop(-2)
     cache.crop(0)
+    # what transformers' own checks ask before they try any of these
+    assert model._is_stateful
+    assert not model._can_compile_fullgraph
+    assert not model._supports_default_dynamic_cache()
+    assert not cache.is_compileable
+    assert not cache.is_croppable
 
 
 def test_half_of_every_length_leaves_nothing_to_decode_after():

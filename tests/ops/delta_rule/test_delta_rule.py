@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from smat.ops.delta_rule import chunks, delta_rule, delta_rule_step
 from smat.ops.delta_rule.delta_rule import _forward
 from smat.ops.delta_rule.reference import delta_rule_reference
+from tests.ops.recurrent import assert_transforms, error
 
 NAMES = ("q", "k", "v", "beta", "log_decay", "initial_state")
 
@@ -26,13 +27,6 @@ def make_inputs(seq_len, *, batch=2, heads=2, key_dim=5, value_dim=4, dtype=torc
     state = torch.randn(batch, heads, key_dim, value_dim, generator=generator, dtype=torch.float64)
     given = (q, k, v, beta, log_decay, state)
     return {n: x.to(dtype).requires_grad_() for n, x in zip(NAMES, given, strict=True)}
-
-
-def error(found, expected):
-    """Relative RMS."""
-    expected = expected.double()
-    size = expected.square().mean().sqrt().item()
-    return (found.double() - expected).square().mean().sqrt().item() / (size or 1.0)
 
 
 def run(op, inputs, **kwargs):
@@ -300,23 +294,10 @@ def test_equals_flash_linear_attention():
 
 
 def test_transforms_of_torch_func():
-    inputs = {n: x.detach() for n, x in make_inputs(10).items()}
-
     def loss(given):
         return delta_rule(**given, chunk_size=4)[0].square().sum()
 
-    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
-    expected = dict(zip(leaves, torch.autograd.grad(loss(leaves), leaves.values()), strict=True))
-    found = torch.func.grad(loss)(inputs)
-    stacked = {n: torch.stack([x / 2, x]) for n, x in inputs.items()}
-    per_sample = torch.vmap(torch.func.grad(loss))(stacked)
-    of_all = torch.func.grad(lambda given: torch.vmap(loss)(given).sum())(stacked)
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad)
-        torch.testing.assert_close(per_sample[name][1], grad)
-        torch.testing.assert_close(of_all[name][1], grad)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.vmap(loss)(stacked)[1], loss(inputs))
+    assert_transforms(loss, make_inputs(10))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

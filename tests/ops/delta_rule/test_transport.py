@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from smat.ops.delta_rule import delta_rule, delta_rule_step, transport_keys, transport_queries
 from smat.ops.delta_rule.reference import delta_rule_reference, transition_reference
+from tests.ops.recurrent import error, grads_of
 
 
 def make_inputs(seq_len, *, heads=2, key_dim=5, dtype=torch.float64, seed=0):
@@ -36,20 +37,6 @@ def transport_queries_reference(q, k, beta, log_decay):
     eye = torch.eye(k.shape[-1], dtype=k.dtype)
     start = eye.expand(k.shape[0], k.shape[2], *eye.shape)  # a state that is only multiplied
     return delta_rule_reference(q, k, 0 * k, beta, log_decay, initial_state=start)
-
-
-def error(found, expected):
-    """Relative RMS."""
-    expected = expected.double()
-    size = expected.square().mean().sqrt().item()
-    return (found.double() - expected).square().mean().sqrt().item() / (size or 1.0)
-
-
-def grads_of(outputs, inputs):
-    generator = torch.Generator().manual_seed(7)
-    weighted = [(x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in outputs]
-    found = torch.autograd.grad(sum(weighted), list(inputs.values()), materialize_grads=True)
-    return dict(zip(inputs, found, strict=True))
 
 
 def assert_keys_same(inputs, tolerance, grad_tolerance, **kwargs):

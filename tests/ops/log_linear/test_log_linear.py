@@ -16,6 +16,7 @@ from smat.ops.log_linear import (
 )
 from smat.ops.log_linear.log_linear import _forward
 from smat.ops.log_linear.reference import decay_reference, log_linear_reference
+from tests.ops.recurrent import assert_transforms, error, grads_of
 
 FORMS = {"decay": log_linear_attention, "delta": log_linear_delta_rule}
 each_form = pytest.mark.parametrize("form", FORMS)
@@ -37,20 +38,6 @@ def make_inputs(
     if form == "delta":
         inputs["beta"] = torch.rand(shape, generator=generator, dtype=torch.float64)
     return {name: x.to(dtype).requires_grad_() for name, x in inputs.items()}
-
-
-def error(found, expected):
-    """Relative RMS."""
-    expected = expected.double()
-    size = expected.square().mean().sqrt().item()
-    return (found.double() - expected).square().mean().sqrt().item() / (size or 1.0)
-
-
-def grads_of(outputs, inputs):
-    generator = torch.Generator().manual_seed(7)
-    weighted = [(x * torch.randn(x.shape, generator=generator).to(x)).sum() for x in outputs]
-    found = torch.autograd.grad(sum(weighted), list(inputs.values()), materialize_grads=True)
-    return dict(zip(inputs, found, strict=True))
 
 
 def assert_same(form, inputs, tolerance, grad_tolerance, **kwargs):
@@ -337,23 +324,10 @@ def test_with_all_weights_one_it_equals_simple_gla():
 
 @each_form
 def test_transforms_of_torch_func(form):
-    inputs = {n: x.detach() for n, x in make_inputs(form, 10, levels=4).items()}
-
     def loss(given):
         return FORMS[form](**given, chunk_size=4)[0].square().sum()
 
-    leaves = {n: x.clone().requires_grad_() for n, x in inputs.items()}
-    expected = dict(zip(leaves, torch.autograd.grad(loss(leaves), leaves.values()), strict=True))
-    found = torch.func.grad(loss)(inputs)
-    stacked = {n: torch.stack([x / 2, x]) for n, x in inputs.items()}
-    per_sample = torch.vmap(torch.func.grad(loss))(stacked)
-    of_all = torch.func.grad(lambda given: torch.vmap(loss)(given).sum())(stacked)
-    for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad)
-        torch.testing.assert_close(per_sample[name][1], grad)
-        torch.testing.assert_close(of_all[name][1], grad)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.vmap(loss)(stacked)[1], loss(inputs))
+    assert_transforms(loss, make_inputs(form, 10, levels=4))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")

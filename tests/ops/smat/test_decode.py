@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import smat
-from smat.ops.smat import fold
 from tests.ops.smat.comparison import mild_gates, poisoned_memory
 from tests.ops.smat.decoding import (
     KINDS,
@@ -21,14 +20,10 @@ from tests.ops.smat.decoding import (
     worst_row,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
-
-
-@pytest.fixture(autouse=True)
-def thin_shares(monkeypatch):
-    """Let folds as small as those of tests be spread over many tokens, too."""
-    monkeypatch.setattr(fold, "LINE", 1)
-    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::smat.SMatWarning"),
+    pytest.mark.usefixtures("thin_shares"),
+]
 
 
 # Every kind meets every dimension and, over the dimensions, every schedule.

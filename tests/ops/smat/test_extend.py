@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import smat
-from smat.ops.smat import fold
 from tests.ops.smat.decoding import (
     KINDS,
     SCHEDULES,
@@ -22,14 +21,10 @@ from tests.ops.smat.decoding import (
     worst_row,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
-
-
-@pytest.fixture(autouse=True)
-def thin_shares(monkeypatch):
-    """Let folds as small as those of tests be spread over many tokens, too."""
-    monkeypatch.setattr(fold, "LINE", 1)
-    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::smat.SMatWarning"),
+    pytest.mark.usefixtures("thin_shares"),
+]
 
 
 def extend_in_pieces(state, inputs, cuts, inplace):

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import smat
-from smat.ops.smat import fold
 from tests.ops.smat.decoding import (
     SCHEDULES,
     at,
@@ -18,14 +17,10 @@ from tests.ops.smat.decoding import (
     worst_row,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")
-
-
-@pytest.fixture(autouse=True)
-def thin_shares(monkeypatch):
-    """Let folds as small as those of tests be spread over many tokens, too."""
-    monkeypatch.setattr(fold, "LINE", 1)
-    monkeypatch.setattr(fold, "SLAB_ELEMENTS", 1)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::smat.SMatWarning"),
+    pytest.mark.usefixtures("thin_shares"),
+]
 
 
 def cache_megabytes(num_states, batch=64, feature_dim=32, aug_dim=33):
