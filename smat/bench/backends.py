@@ -102,11 +102,11 @@ def _bind(what: str, name: str, inputs: Inputs, mask: smat.SMatMask) -> Call:
 
 
 def _prefill(name: str, inputs: Inputs, mask: smat.SMatMask) -> smat.SMatState:
-    given = {each: x for each, x in inputs.items() if each != "grad_out"}
-    last = torch.tensor([len(given["q"][0]) - 1], device=given["q"].device)
+    q, k, v = (inputs[each] for each in "qkv")
     _, state = smat.smat_attention(
-        **given, mask=mask, positions=last, output_final_state=True, backend=name
-    )
+        q, k, v, mask, log_decay=inputs.get("log_decay"), backend=name, output_final_state=True,
+        positions=torch.tensor([q.shape[1] - 1], device=q.device),
+    )  # fmt: skip
     assert state is not None
     return state
 
