@@ -2,7 +2,8 @@
 
 Everything but the states at the chunks' edges is batched over chunks, heads and batch; the backward
 pass keeps the inputs and those states, and builds the tiles of a few chunks again at a time. What
-is carried is read from a state that starts as the identity and is only multiplied.
+is carried is read from a state that starts as the identity and is only multiplied. On a CPU, calls
+of some size go to the kernels of `native/`, which keep and take the same states.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from smat.ops.delta_rule import chunks
 from smat.ops.delta_rule.chunks import WYTiles
+from smat.ops.delta_rule.native import rule as native
 
 SHORT_CHUNK = 16
 
@@ -193,6 +195,8 @@ def _forward(
     *by_token, initial_state = given
     k, v, log_decay = by_token[1], by_token[2], by_token[4]
     chunks.check_gates(log_decay)
+    if native.takes(k, native.SOURCE):
+        return native.forward(given, scale, chunk_size, keep_states)
     dtype = chunks.compute_dtype(*given[:3], initial_state)
     state = initial_state.to(dtype).flatten(0, 1)
     out = (v if v.shape[-1] else k).new_empty(*k.shape[:3], state.shape[-1])
@@ -225,6 +229,8 @@ def _forward(
 @chunks.register_operator("smat::delta_rule_backward")
 def _backward(tensors: Sequence[Tensor], scale: float, chunk_size: int) -> list[Tensor]:
     *by_token, initial_state, kept, grad_out, grad_final = tensors
+    if native.takes(by_token[1], native.BACKWARD_SOURCE):
+        return native.backward(tensors, scale, chunk_size)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in by_token]
     grad_state = grad_final.flatten(0, 1)
     for tokens in reversed(chunks.token_ranges(by_token[1], chunk_size)):

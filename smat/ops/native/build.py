@@ -25,7 +25,7 @@ from pathlib import Path
 from smat.machine import CPUINFO, processor_name
 
 ROOT = Path(__file__).parents[1]  # sources are named from here
-HEADER = Path(__file__).with_name("tiles.h")
+HEADERS = Path(__file__).parent
 # No -ffast-math: numbers that are not finite must come out as torch has them.
 FLAGS = ("-O3", "-std=gnu++17", "-shared", "-fPIC", "-pthread", "-fno-math-errno",
          "-fno-trapping-math", "-ffp-contract=fast")  # fmt: skip
@@ -113,7 +113,7 @@ def library_name(source: Path) -> str:
     digest = hashlib.sha256()
     for part in (version.stdout, *compile_command(), _processor()):
         digest.update(part.encode() + b"\0")
-    for path in (HEADER, *sorted(source.parent.glob("*.h")), source):
+    for path in (*sorted(HEADERS.glob("*.h")), *sorted(source.parent.glob("*.h")), source):
         digest.update(path.read_bytes() + b"\0")
     return f"{source.stem}-{digest.hexdigest()[:32]}.so"
 
@@ -194,7 +194,7 @@ def _compile(source: Path, library: Path) -> None:
     """Compile beside the library's place, and move the result there, its checksum last."""
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
         made = Path(work) / library.name
-        command = [*compile_command(), f"-I{HEADER.parent}", str(source), "-o", str(made)]
+        command = [*compile_command(), f"-I{HEADERS}", str(source), "-o", str(made)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE)
         _checksum(made).write_text(hashlib.sha256(made.read_bytes()).hexdigest())
         for each in (made, _checksum(made)):

@@ -226,4 +226,5 @@ def test_under_sanitizers(tmp_path):
         "SMAT_NATIVE_FLAGS": SANITIZERS, "LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "2",
         "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path),
     }  # fmt: skip
-    run_tests(sorted(HERE.glob("test_native*.py")), environment, "-s", "-k", "not forked")
+    paths = [*HERE.glob("test_native*.py"), HERE.parent / "delta_rule" / "test_native.py"]
+    run_tests(sorted(paths), environment, "-s", "-k", "not forked")

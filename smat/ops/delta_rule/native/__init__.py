@@ -1,0 +1,1 @@
+"""The gated delta rule on a CPU, as C++."""
