@@ -4,8 +4,9 @@
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=host:29400 \\
         examples/byte_model_ranks.py novel.txt --context-ranks 8
 
-All ranks hold a part of every parameter (FSDP2). `--context-ranks` of them hold a sequence
-together, all unless told, and the others take other sequences. Start it again with the same
+All ranks hold a part of every parameter (FSDP2). `--tensor-ranks` of them share the heads and
+hidden units of every layer, `--context-ranks` such groups hold a sequence together, all unless
+told, and the others take other sequences. Start it again with the same
 command, on any number of ranks, and it goes on from its last checkpoint in --out.
 """
 
@@ -27,8 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 
 import smat
+from smat.distributed.plans import MLPParallel
 from smat.training.checkpoint import load_checkpoint, save_checkpoint
-from smat.training.sharding import load_whole, shard, whole
+from smat.training.sharding import load_whole, shard, whole, whole_moments
 
 PATIENCE = timedelta(seconds=45)  # with a rank that says nothing
 
@@ -43,20 +45,29 @@ def draw(text: Tensor, step: int, count: int, length: int) -> Tensor:
 def make(chosen: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Build the model, the same on every rank and sharded over all, and its optimiser."""
     torch.manual_seed(0)
-    model = shard(ByteModel(chosen.width).to(getattr(torch, chosen.dtype)))
+    model, mesh = ByteModel(chosen.width), None
+    model.to(torch.float64 if chosen.dtype == "float64" else torch.float32)
+    if chosen.tensor_ranks > 1:
+        groups = dist.get_world_size() // chosen.tensor_ranks
+        mesh = init_device_mesh("cpu", (groups, chosen.tensor_ranks), mesh_dim_names=("dp", "tp"))
+        smat.tensor_parallel(model, mesh["tp"], {"blocks.*.mlp": MLPParallel()})
+        mesh = mesh["dp"]
+    shard(model, mesh)
     return model, torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
 
 
 def train(text: Tensor, chosen: argparse.Namespace) -> list[float]:
     """Train to the end, from the last checkpoint if there is one; return the loss of every step."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    over = chosen.context_ranks or size
-    mesh = init_device_mesh("cpu", (size // over, over), mesh_dim_names=("dp", "cp"))
-    if chosen.batch * over % size or chosen.length % over:
+    groups = size // chosen.tensor_ranks  # each of which is one rank to all others
+    over = chosen.context_ranks or groups
+    shape = (groups // over, over, chosen.tensor_ranks)
+    if groups * chosen.tensor_ranks != size or chosen.batch * over % groups or chosen.length % over:
         raise SystemExit(
-            f"{size} ranks, {over} to a sequence, cannot take {chosen.batch} sequences of "
-            f"{chosen.length} bytes each in equal parts"
+            f"{size} ranks, {over} x {chosen.tensor_ranks} to a sequence, cannot take "
+            f"{chosen.batch} sequences of {chosen.length} bytes each in equal parts"
         )
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "cp", "tp"))
     model, optimizer = make(chosen)
     state, _ = load_checkpoint(chosen.out)
     losses: list[float] = []
@@ -71,7 +82,9 @@ def train(text: Tensor, chosen: argparse.Namespace) -> list[float]:
             x.chunk(over, 1)[mesh.get_local_rank("cp")] for x in (windows[:, :-1], windows[:, 1:])
         )
         with smat.context_parallel(mesh["cp"]):
-            logits, _ = model(bytes_in)
+            with torch.autocast("cpu", torch.bfloat16, enabled=chosen.dtype == "bfloat16"):
+                logits, _ = model(bytes_in)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
             optimizer.zero_grad()
             loss.backward()
@@ -81,7 +94,7 @@ def train(text: Tensor, chosen: argparse.Namespace) -> list[float]:
         dist.all_reduce(mean)
         losses.append(mean.item())
         if len(losses) % chosen.keep == 0 or len(losses) == chosen.steps:
-            weights, moments = whole(model.state_dict()), whole(optimizer.state_dict())
+            weights, moments = whole(model.state_dict()), whole_moments(model, optimizer)
             if rank == 0:
                 kept = {"step": len(losses), "losses": losses}
                 save_checkpoint(chosen.out, {**kept, "model": weights, "optimizer": moments})
@@ -96,7 +109,9 @@ def main(words: list[str] | None = None) -> None:
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--context-ranks", type=int, help="ranks that share a sequence (all)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64"])
+    parser.add_argument("--tensor-ranks", type=int, default=1, help="ranks that share heads (1)")
+    dtypes = ["float32", "float64", "bfloat16"]
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="bfloat16 by autocast")
     parser.add_argument("--out", type=Path, default=Path("out/byte-model-ranks"))
     chosen = parser.parse_args(words)
     if "RANK" not in os.environ:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from smat import schedules
-    from smat.distributed import context_parallel
+    from smat.distributed import context_parallel, tensor_parallel
     from smat.geometry import Geometry
     from smat.layers import GatedDeltaNet, Mamba2, SMatAttention
     from smat.masks import SMatMask, SMatWarning, vc_dimension
@@ -23,6 +23,7 @@ __all__ = [
     "reference_attention",
     "schedules",
     "smat_attention",
+    "tensor_parallel",
     "vc_dimension",
 ]
 __version__ = "0.1.0"  # the one place that says so: packages and `smat --version` read it here

@@ -1,5 +1,6 @@
-"""A sequence over several ranks: who holds which tokens, and what they hand to each other."""
+"""Sequences and heads over several ranks: who holds what, and what they hand to each other."""
 
+from smat.distributed.heads import HeadRanks
 from smat.distributed.shares import (
     Piece,
     Share,
@@ -7,5 +8,14 @@ from smat.distributed.shares import (
     context_parallel,
     open_contexts,
 )
+from smat.distributed.tensor import tensor_parallel
 
-__all__ = ["Piece", "Share", "active_share", "context_parallel", "open_contexts"]
+__all__ = [
+    "HeadRanks",
+    "Piece",
+    "Share",
+    "active_share",
+    "context_parallel",
+    "open_contexts",
+    "tensor_parallel",
+]

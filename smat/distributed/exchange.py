@@ -5,10 +5,12 @@ Every function here is called by all ranks of a share, in the same order, and so
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,21 @@ from torch import Tensor
 from smat.distributed.shares import Piece, Share
 
 FORWARD, BACKWARD = 1, -1  # to the next rank, to the one before
+Made = TypeVar("Made")
+
+
+def without_autocast(function: Callable[..., Made]) -> Callable[..., Made]:
+    """Let a function keep its own dtypes: a product in bf16 would be no state of another rank."""
+
+    @functools.wraps(function)
+    def run(*given: Any, **named: Any) -> Made:
+        with ExitStack() as off:
+            for device in ("cpu", "cuda", "xpu"):
+                if torch.is_autocast_enabled(device):
+                    off.enter_context(torch.autocast(device, enabled=False))
+            return function(*given, **named)
+
+    return run
 
 
 def _pass_on(share: Share, kind: str, outgoing: Tensor | None, incoming: Tensor, way: int) -> None:
@@ -64,15 +81,22 @@ def inputs_before(x: Tensor, count: int, share: Share) -> Tensor:
     return _Shift.apply(x[:, x.shape[1] - count :], share)
 
 
+def _add(x: Tensor, share: Share, kind: str) -> Tensor:
+    """Add up over ranks, in fp32 or wider."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    added = x.to(wide, copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(added, group=share.group)
+    share.sent[kind] += added.numel() * added.element_size()
+    return added.to(x.dtype)
+
+
 class _Total(torch.autograd.Function):
     """Add up over ranks; the gradients of all ranks' sums are added up too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, share: Share) -> Tensor:
-        ctx.share, total = share, x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=share.group)
-        share.sent["total"] += total.numel() * total.element_size()
-        return total
+        ctx.share = share
+        return _add(x, share, "total")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -98,10 +122,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.share.group)
-        ctx.share.sent["gather"] += grad.numel() * grad.element_size()
-        return ctx.share.cut(grad), None
+        return ctx.share.cut(_add(grad, ctx.share, "gather")), None
 
 
 def gather(x: Tensor, share: Share) -> Tensor:

@@ -38,7 +38,7 @@ def examples(*commands: str) -> str:
 
 EngineName = Literal["local", "ray"]
 PrecisionName = Literal["fp32", "bf16"]
-StrategyName = Literal["ddp", "fsdp"]
+StrategyName = Literal["ddp", "fsdp", "tensor"]
 PRECISIONS: dict[PrecisionName, str] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
@@ -89,7 +89,8 @@ def run(
         PrecisionName | None, typer.Option(help="Of training (the preset's, fp32).")
     ] = None,
     strategy: Annotated[
-        StrategyName | None, typer.Option(help="Of several devices: copies, or sharded (ddp).")
+        StrategyName | None,
+        typer.Option(help="Of several devices: copies, sharded, or by heads (ddp)."),
     ] = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Processes to a run on this machine (1).")

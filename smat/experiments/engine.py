@@ -102,7 +102,7 @@ def attempt(
             result = train(
                 run.model.build(run.task), run.task, run.training, folder, seed=run.seed,
                 on_progress=on_progress, should_stop=should_stop, fabric=fabric,
-                sharded=strategy == "fsdp",
+                sharded=strategy == "fsdp", over_heads=strategy == "tensor",
             )  # fmt: skip
             record = make_record(run, result, str(fabric.device)) if is_first_process() else None
             return Outcome(run, "finished", record)

@@ -8,6 +8,7 @@ from smat.layers.memory.memory import Memory, ProfileMemory, TransportedMemory, 
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
+from smat.layers.routing.hashed import DirectedRouting, HashedRouting
 from smat.layers.routing.learned import (
     LearnedRouting,
     balance_loss,
@@ -16,8 +17,6 @@ from smat.layers.routing.learned import (
 )
 from smat.layers.routing.routers import (
     ContentRouting,
-    DirectedRouting,
-    HashedRouting,
     PositionalRouting,
     Router,
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from smat.distributed import HeadRanks
 from smat.layers.call import CallInfo, MixerCache, take_step
 from smat.layers.memory.memory import TransportedMemory
 from smat.layers.memory.over_ranks import read_over_ranks
@@ -77,7 +78,6 @@ class GatedDeltaNet(Mixer):
         self.hidden_size, self.num_heads = hidden_size, num_heads
         self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
         self.allow_neg_eigval = allow_neg_eigval
-        self.widths = [num_heads * head_dim, num_heads * head_dim, num_heads * value_dim]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
         self.conv = ShortConvolution(sum(self.widths), conv_size, **made)
@@ -86,10 +86,10 @@ class GatedDeltaNet(Mixer):
         if decay:
             self.dt_bias = nn.Parameter(torch.empty(num_heads, **made))
             self.A_log = nn.Parameter(torch.empty(num_heads, **made))
-        inner, norm = self.widths[2], NormThenGate if output_gate else RMSNorm
+        inner, norm = num_heads * value_dim, NormThenGate if output_gate else RMSNorm
         self.norm = norm(value_dim, norm_eps, **made)
         self.g_proj = nn.Linear(hidden_size, inner, bias=False, **made) if output_gate else None
-        self.o_proj = nn.Linear(self.widths[2], hidden_size, bias=False, **made)
+        self.o_proj = nn.Linear(inner, hidden_size, bias=False, **made)
         if memory is not None:
             memory.check_layer(hidden_size, num_heads)
         self.memory = memory
@@ -121,6 +121,25 @@ class GatedDeltaNet(Mixer):
         if self.a_proj is not None:
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log, 0.0, 16.0)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of queries, keys and values."""
+        return [self.num_heads * each for each in (self.head_dim, self.head_dim, self.value_dim)]
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads, widths = self.num_heads, self.widths
+        own = ranks.own(heads)
+        for module in (self.qkv_proj, self.conv):
+            ranks.cut(module, *((width, heads) for width in widths))
+        for each in (self.b_proj, self.a_proj, self):
+            ranks.cut(each, (heads, heads))
+        ranks.share(self.norm)
+        ranks.cut(self.g_proj, (widths[2], heads))
+        ranks.add_up(self.o_proj, heads)
+        if self.memory is not None:
+            self.memory.cut_heads(ranks)
+        self.num_heads = own
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         mask = None if self.memory is None else self.memory.mask_of(call)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.distributed import HeadRanks
 from smat.layers.call import CallInfo, take_step
 from smat.layers.gated_deltanet import GatedDeltaNet
 from smat.layers.mamba2 import Mamba2
@@ -48,6 +49,11 @@ class LevelWeights(nn.Module):
     def reset_parameters(self) -> None:
         self.proj.reset_parameters()
         keep_from_decay_(nn.init.ones_(self.scale))
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        ranks.cut(self.proj, (self.num_heads * self.num_levels, self.num_heads))
+        ranks.cut(self, (self.num_heads, self.num_heads))
+        self.num_heads = ranks.own(self.num_heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, hidden_size) -> (B, T, H, levels), positive."""
@@ -95,6 +101,10 @@ class LogLinearMamba2(Mamba2):
         with torch.no_grad():
             keep_from_decay_(self.A_log.copy_(rates.log()))
 
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        super().cut_heads(ranks)
+        self.level_weights.cut_heads(ranks)
+
     def recur(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, step: Tensor, log_decay: Tensor,
         call: CallInfo,
@@ -133,6 +143,10 @@ class LogLinearGatedDeltaNet(GatedDeltaNet):
         made = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.scale = scale
         self.level_weights = LevelWeights(hidden_size, self.num_heads, num_levels, False, **made)
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        super().cut_heads(ranks)
+        self.level_weights.cut_heads(ranks)
 
     def recur(self, x: Tensor, tokens: DeltaTokens, call: CallInfo) -> tuple[Tensor, Any]:
         given = {"level_weights": self.level_weights(x), **tokens._asdict()}

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from smat.distributed import HeadRanks
 from smat.layers.call import CallInfo, MixerCache, attend
 from smat.layers.memory.memory import ProfileMemory
 from smat.layers.memory.settings import MemorySettings
@@ -80,9 +81,8 @@ class Mamba2(Mixer):
         num_heads = inner // head_dim
         if num_heads % num_groups:
             raise ValueError(f"{num_heads} heads do not fall into {num_groups} groups")
-        self.hidden_size, self.inner_size, self.state_dim = hidden_size, inner, state_dim
+        self.hidden_size, self.state_dim = hidden_size, state_dim
         self.head_dim, self.num_heads, self.num_groups = head_dim, num_heads, num_groups
-        self.widths = [inner, inner + 2 * num_groups * state_dim, num_heads]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.in_proj = nn.Linear(hidden_size, sum(self.widths), bias=bias, **made)
         self.conv = ShortConvolution(self.widths[1], conv_size, conv_bias, **made)
@@ -128,6 +128,30 @@ class Mamba2(Mixer):
         init_step_bias_(self.dt_bias)
         init_decay_rate_(self.A_log, 1.0, 16.0)
         keep_from_decay_(nn.init.ones_(self.D))
+
+    @property
+    def inner_size(self) -> int:
+        """The width of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def widths(self) -> list[int]:
+        """Of the gate, of what is convolved, and of the steps."""
+        inner = self.inner_size
+        return [inner, inner + 2 * self.num_groups * self.state_dim, self.num_heads]
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads, groups, inner = self.num_heads, self.num_groups, self.inner_size
+        own, own_groups = ranks.own(heads), ranks.own_groups(groups)
+        convolved = [(inner, heads), *[(groups * self.state_dim, groups)] * 2]
+        ranks.cut(self.in_proj, (inner, heads), *convolved, (heads, heads))
+        ranks.cut(self.conv, *convolved)
+        ranks.cut(self, (heads, heads))
+        self.norm.cut_heads(ranks, heads)
+        ranks.add_up(self.out_proj, heads)
+        if self.memory is not None:
+            self.memory.cut_heads(ranks)
+        self.num_heads, self.num_groups = own, own_groups
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         gate, inputs, raw_step = self.in_proj(x).split(self.widths, -1)

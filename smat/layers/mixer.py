@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smat.distributed import Share, active_share, open_contexts
+from smat.distributed import HeadRanks, Share, active_share, open_contexts
 from smat.layers.call import CallInfo, LayerCaches, MixerCache
 from smat.machine import guard_bfloat16
 from smat.ops.smat.arguments import check_device, check_padding, check_positions, check_tensor
@@ -27,11 +27,11 @@ class Mixer(nn.Module, ABC):
     packs_natively = False  # whether `mix` takes packed sequences as they are
     reads_at_queries = False  # whether `mix` computes outputs at ``call.queries`` alone
     packs_over_ranks = False  # whether it does so where ranks hold the sequences together
-    runs_over_ranks = True
 
     def __init__(self, layer_idx: int | None = None) -> None:
         super().__init__()
         self.layer_idx = layer_idx  # its place in a cache that layers share
+        self.ranks: HeadRanks | None = None  # that share its heads
 
     @abstractmethod
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
@@ -79,8 +79,6 @@ class Mixer(nn.Module, ABC):
                 past_key_values.put(self._place(), cache, hidden_states.shape[1])
             return out, None, past_key_values
         share = active_share(hidden_states) if open_contexts else None
-        if share is not None and not self.runs_over_ranks:
-            raise ValueError(f"{type(self).__name__} does not run over {share.size} ranks")
         self._check(hidden_states, attention_mask, past_key_values, cu_seqlens, extras, share)
         is_narrow = hidden_states.dtype == torch.bfloat16 or torch.is_autocast_enabled("cpu")
         if is_narrow and hidden_states.device.type == "cpu":
@@ -107,7 +105,7 @@ class Mixer(nn.Module, ABC):
             batch, length, x.device, None if padding.real is None else padding.front(padding.real),
             cu_seqlens, past_key_values, use_cache, inplace, queries, extras, share,
         )  # fmt: skip
-        out, cache = self.mix(x, call)
+        out, cache = self.mix(self._enter(x), call)
         if queries is None:
             out = padding.restore(out)
             out = out if positions is None else out[:, positions]
@@ -135,6 +133,15 @@ class Mixer(nn.Module, ABC):
         out, _, after = self.forward(x, None, cache, True, inplace=inplace, **timed)
         assert after is not None
         return out.squeeze(1), after
+
+    def split_over(self, ranks: HeadRanks) -> None:
+        """Keep the heads of this rank alone: `smat.tensor_parallel`."""
+        self.cut_heads(ranks)
+        self.ranks = ranks
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Cut parameters and sizes by heads."""
+        raise ValueError(f"{type(self).__name__} says of no heads how {ranks.size} ranks hold them")
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; subclasses add what their modules do not draw themselves."""
@@ -184,7 +191,10 @@ class Mixer(nn.Module, ABC):
             len(rows), real.shape[1], x.device, real if len(rows) > 1 else None, extras=apart,
             share=share, rows=rows,
         )  # fmt: skip
-        return self.mix(unpack(x), call)[0][real].unsqueeze(0)
+        return self.mix(self._enter(unpack(x)), call)[0][real].unsqueeze(0)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x if self.ranks is None else self.ranks.enter(x)
 
     def _check(
         self,

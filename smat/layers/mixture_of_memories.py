@@ -6,12 +6,14 @@ softmax router, renormalised, no shared memory, and Gated DeltaNet's update in e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from smat.distributed import HeadRanks, Share
+from smat.distributed.exchange import scan_rows, total, without_autocast
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.gated_deltanet import run_delta_rule
 from smat.layers.memory.transport import DeltaTokens
@@ -24,9 +26,9 @@ from smat.layers.primitives import (
     l2_norm,
     step_and_log_decay,
 )
-from smat.layers.short_convolution import ShortConvolution
-
-SPARE_VISITS = 8  # of padding behind a sequence, which cost no more than another product
+from smat.layers.short_convolution import ShortConvolution, last_inputs
+from smat.layers.visits import Sequences, Visits
+from smat.ops.delta_rule import delta_rule, transport_queries
 
 
 class MixtureOfMemories(Mixer):
@@ -58,7 +60,6 @@ class MixtureOfMemories(Mixer):
     """
 
     balance_loss: Tensor | None
-    runs_over_ranks = False  # each memory has a sequence of its own, cut elsewhere
 
     def __init__(
         self,
@@ -84,7 +85,6 @@ class MixtureOfMemories(Mixer):
         self.hidden_size, self.num_heads, self.num_chosen = hidden_size, num_heads, num_chosen
         self.head_dim, self.value_dim, self.chunk_size = head_dim, value_dim, chunk_size
         self.num_memories = max(by_length.values())
-        self.widths = [num_heads * head_dim, num_heads * value_dim, num_heads, num_heads]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.routers = nn.ModuleDict()
         for length, count in sorted(by_length.items()):
@@ -102,13 +102,29 @@ class MixtureOfMemories(Mixer):
         self.balance_loss = None
         self.reset_parameters()
 
-    def _mix_unpacked(
-        self, hidden_states: Tensor, cu_seqlens: Tensor, use_cache: bool, extras: Mapping[str, Any]
-    ) -> tuple[Tensor, MixerCache | None]:
-        if len(self.routers) > 1:
+    def _check(self, x: Tensor, real: Any, past: Any, cu_seqlens: Any, *others: Any) -> None:
+        super()._check(x, real, past, cu_seqlens, *others)
+        if cu_seqlens is not None and len(self.routers) > 1:
             lengths = [int(length) for length in self.routers]
             raise ValueError(f"pad packed sequences: {len(lengths)} routers are for {lengths}")
-        return super()._mix_unpacked(hidden_states, cu_seqlens, use_cache, extras)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of keys, values, write strengths and decays."""
+        return [self.num_heads * each for each in (self.head_dim, self.value_dim, 1, 1)]
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads = self.num_heads
+        own, segments = ranks.own(heads), [(width, heads) for width in self.widths]
+        ranks.share(*self.routers.values(), self.norm)
+        ranks.cut(self, *segments, names=["bank"], dim=2)
+        ranks.cut(self, (heads, heads), names=["dt_bias", "A_log"], dim=1)
+        ranks.cut(self.kv_conv, *segments[:2])
+        for module in (self.q_proj, self.q_conv):
+            ranks.cut(module, segments[0])
+        ranks.cut(self.g_proj, segments[1])
+        ranks.add_up(self.o_proj, heads)
+        self.num_heads = own
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -123,19 +139,22 @@ class MixtureOfMemories(Mixer):
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         lengths = sorted(int(length) for length in self.routers)
-        router = next((each for each in lengths if each >= call.length), lengths[-1])
+        router = next((each for each in lengths if each >= call.total_length), lengths[-1])
         if call.past is not None:
             router = int(call.past["router"][0])
         memory, weight = self._route(x, router, call)
         q, q_conv = self.q_conv.run(self.q_proj(x), call, "q_conv")
         q = l2_norm(q.unflatten(-1, (self.num_heads, -1)))
-        states = self._states(x, call)
         visits = Visits(memory, self.num_memories, call.real)
         found = q.new_zeros(*memory.shape, self.num_heads, self.value_dim)
+        states = self._states(x, call) if call.share is None else None
         if len(visits.token):
             visitors = visits.project(x, self.bank)
             sequences = list(visits.sequences())
-            answers = [self._recur(q, visitors, visits, each, states) for each in sequences]
+            if call.share is None:
+                answers = [self._recur(q, visitors, visits, each, states) for each in sequences]
+            else:
+                answers, states = self._recur_over_ranks(q, visitors, visits, sequences, call)
             found = visits.collect(sequences, answers).view(found.shape)  # (B, T, k, H, V)
         y = (found * weight.to(found.dtype)[..., None, None]).sum(2)
         out = self.o_proj(self.norm(y, self.g_proj(x).view_as(y)).flatten(-2))
@@ -150,7 +169,8 @@ class MixtureOfMemories(Mixer):
         probability = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
         chosen, memory = probability.topk(self.num_chosen, dim=-1)
         if call.past is None:
-            self.balance_loss = _balance_loss(probability, memory, call.real)
+            loss = _balance_loss(probability, memory, call.real, call.share)
+            self.balance_loss = loss if self.ranks is None else self.ranks.mean(loss)
         return memory, call.close(chosen / chosen.sum(-1, keepdim=True))
 
     def _states(self, x: Tensor, call: CallInfo) -> tuple[Tensor, Tensor] | None:
@@ -177,17 +197,7 @@ class MixtureOfMemories(Mixer):
         """Let memories take in the sequences of tokens that visit them: (n, L, H, V)."""
         where = some.row, some.memory
         before = (None, None) if states is None else (states[0][where], states[1][where])
-        gone = some.padding.unsqueeze(-1)
-        # Behind a sequence stand visitors of another, whose numbers need not be finite.
-        own = visitors[some.place].masked_fill(gone, 0)
-        inputs, raw_beta, raw_step = own.split([sum(self.widths[:2]), *self.widths[2:]], -1)
-        k, v = self.kv_conv(inputs, before[0]).split(self.widths[:2], -1)
-        k, v = (each.unflatten(-1, (self.num_heads, -1)) for each in (k, v))
-        parameters = (each[some.memory].unsqueeze(1) for each in (self.dt_bias, self.A_log))
-        _, log_decay = step_and_log_decay(raw_step, *parameters)
-        beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
-        q = q.flatten(0, 1)[visits.token[some.place]]
-        tokens = DeltaTokens(q, l2_norm(k), v, beta, log_decay)
+        inputs, tokens = self._tokens(q, visitors, visits, some, before[0])
         out, state = run_delta_rule(tokens, before[1], states is not None, self.chunk_size)
         if states is not None:
             assert state is not None
@@ -195,85 +205,87 @@ class MixtureOfMemories(Mixer):
             states[0][where], states[1][where] = conv.to(states[0].dtype), state.detach()
         return out
 
+    def _tokens(
+        self, q: Tensor, visitors: Tensor, visits: Visits, some: Sequences, before: Tensor | None
+    ) -> tuple[Tensor, DeltaTokens]:
+        """Convolve the sequences after the inputs `before`: what was convolved, and the tokens."""
+        gone = some.padding.unsqueeze(-1)
+        # Behind a sequence stand visitors of another, whose numbers need not be finite.
+        own = visitors[some.place].masked_fill(gone, 0)
+        inputs, raw_beta, raw_step = own.split([sum(self.widths[:2]), *self.widths[2:]], -1)
+        k, v = self.kv_conv(inputs, before).split(self.widths[:2], -1)
+        k, v = (each.unflatten(-1, (self.num_heads, -1)) for each in (k, v))
+        parameters = (each[some.memory].unsqueeze(1) for each in (self.dt_bias, self.A_log))
+        _, log_decay = step_and_log_decay(raw_step, *parameters)
+        beta, log_decay = (x.masked_fill(gone, 0) for x in (raw_beta.sigmoid(), log_decay))
+        q = q.flatten(0, 1)[visits.token[some.place]]
+        return inputs, DeltaTokens(q, l2_norm(k), v, beta, log_decay)
 
-class Sequences(NamedTuple):
-    """Sequences of about the same length, side by side."""
+    @without_autocast
+    def _recur_over_ranks(
+        self,
+        q: Tensor,
+        visitors: Tensor,
+        visits: Visits,
+        sequences: Sequence[Sequences],
+        call: CallInfo,
+    ) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+        """Do so where other ranks hold earlier visitors: what each says, and the states after.
 
-    memory: Tensor  # (n,)
-    row: Tensor  # (n,), of the batch
-    lengths: Tensor  # (n,)
-    place: Tensor  # (n, L), of each token among the sorted visits
-    padding: Tensor  # (n, L), True behind the last token of a sequence
-
-
-class Visits:
-    """Tokens (B, T) that visit k memories each, ``memory`` (B, T, k), in the order of their time.
-
-    >>> visits = Visits(torch.tensor([[[0, 1], [1, 2], [1, 0]]]), num_memories=3)
-    >>> visits.token, [some.lengths.tolist() for some in visits.sequences()]
-    (tensor([0, 2, 0, 1, 2, 1]), [[3, 2, 1]])
-
-    Visits are sorted by memory, then batch row, then time: those of a memory stand together for its
-    projections, and those of a memory and row are a sequence. Padding, which stands behind the real
-    tokens of a row, visits nothing. All work is O(T k), however unevenly memories are visited.
-    """
-
-    def __init__(self, memory: Tensor, num_memories: int, real: Tensor | None = None) -> None:
-        self.batch, _, self.num_reads = memory.shape
-        self.num_memories, self.device = num_memories, memory.device
-        num_sequences = num_memories * self.batch
-        row = torch.arange(self.batch, device=self.device)
-        entry = memory * self.batch + row[:, None, None]
-        if real is not None:
-            entry = entry.masked_fill(~real.unsqueeze(-1), num_sequences)
-        entry = entry.flatten()
-        self.counts = torch.bincount(entry, minlength=num_sequences + 1)[:num_sequences]
-        num_visits = len(entry) if real is None else int(self.counts.sum())
-        self.order = entry.argsort(stable=True)[:num_visits]
-        self.token = self.order // self.num_reads
-        self.num_tokens = memory.shape[0] * memory.shape[1]
-
-    def project(self, x: Tensor, bank: Tensor) -> Tensor:
-        """Multiply every visitor (B, T, f) by its memory's matrix (M, f, g): sorted, (V, g)."""
-        per_memory = self.counts.view(self.num_memories, -1).sum(1).tolist()
-        visitors = x.flatten(0, 1)[self.token].split(per_memory)
-        pairs = zip(visitors, bank.to(x.dtype).unbind(), strict=True)
-        return torch.cat([some @ matrix for some, matrix in pairs if len(some)])
-
-    def sequences(self) -> Iterator[Sequences]:
-        """Give the sequences that are not empty, side by side where padding costs little.
-
-        Of those that stand together the shortest has three quarters of the longest one's length.
+        First come the last inputs of every memory's convolution, n visits of which shift them by n;
+        then its state, which the transitions of this rank's visits carry on.
         """
-        offset = self.counts.cumsum(0) - self.counts
-        lengths, sequence = self.counts.sort(descending=True)
-        sizes = lengths[lengths > 0].tolist()
-        first = 0
-        while first < len(sizes):
-            width, last = sizes[first], first + 1
-            while last < len(sizes) and sizes[last] >= min(0.75 * width, width - SPARE_VISITS):
-                last += 1
-            some, token = sequence[first:last], torch.arange(width, device=self.device)
-            place = (offset[some].unsqueeze(1) + token).clamp(max=len(self.token) - 1)
-            memory, row, count = some // self.batch, some % self.batch, self.counts[some]
-            yield Sequences(memory, row, count, place, token >= count.unsqueeze(1))
-            first = last
+        assert call.share is not None
+        past, each = self.kv_conv.width - 1, (visits.batch, self.num_memories)
+        where = [(some.row, some.memory) for some in sequences]
+        convolved = visitors[:, : sum(self.widths[:2])]
+        written = convolved.new_zeros(*each, past, convolved.shape[-1])
+        for some, at in zip(sequences, where, strict=True):
+            inputs = convolved[some.place].masked_fill(some.padding.unsqueeze(-1), 0)
+            written = written.index_put(at, last_inputs(inputs, past, lengths=some.lengths))
+        tap = torch.arange(past, device=q.device)
+        shift = tap == (visits.counts.view(self.num_memories, -1).t()[..., None] + tap)[..., None]
+        shift = shift.to(written.dtype)
+        (came,), link = scan_rows([(written, shift)], call.share, call.rows)
+        conv = (written + shift @ came).detach()
 
-    def collect(self, sequences: list[Sequences], answers: list[Tensor]) -> Tensor:
-        """Give what sequences (n, L, ...) say back to their tokens, (B T, k, ...), 0 at padding."""
-        spare = self.num_tokens * self.num_reads  # the place of padding
-        target = [self.order[x.place].masked_fill(x.padding, spare).flatten() for x in sequences]
-        said = torch.cat([answer.flatten(0, 1) for answer in answers])
-        found = said.new_zeros(spare + 1, *said.shape[1:]).index_copy(0, torch.cat(target), said)
-        return found[:-1].unflatten(0, (-1, self.num_reads))
+        matrix = (self.num_heads, self.head_dim, self.value_dim)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        written = q.new_zeros(*each, *matrix, dtype=wide)
+        step = torch.eye(self.head_dim, dtype=wide, device=q.device).expand(
+            *each, matrix[0], -1, -1
+        )
+        own, queries = [], []
+        for some, at in zip(sequences, where, strict=True):
+            _, tokens = self._tokens(q, visitors, visits, some, came[at] + link)
+            out, state = delta_rule(*tokens, output_final_state=True, chunk_size=self.chunk_size)
+            carried, transition = transport_queries(
+                tokens.q, tokens.k, tokens.beta, tokens.log_decay, output_final_transition=True,
+                chunk_size=self.chunk_size,
+            )  # fmt: skip
+            assert state is not None
+            assert transition is not None
+            written, step = written.index_put(at, state), step.index_put(at, transition)
+            own.append(out)
+            queries.append(carried)
+        (before,), link = scan_rows([(written, step)], call.share, call.rows)
+        read = (
+            torch.einsum("nlhk,nhkv->nlhv", carried.to(wide), before[at])
+            for carried, at in zip(queries, where, strict=True)
+        )
+        answers = [out + (x + link).to(out.dtype) for out, x in zip(own, read, strict=True)]
+        return answers, (conv, (written + step @ before).detach())
 
 
-def _balance_loss(probability: Tensor, memory: Tensor, real: Tensor | None) -> Tensor:
-    """M sum_m f_m p_m over the real tokens, with the gradient of p; 0 without any."""
+def _balance_loss(
+    probability: Tensor, memory: Tensor, real: Tensor | None, share: Share | None
+) -> Tensor:
+    """M sum_m f_m p_m over the real tokens of all ranks, with the gradient of p; 0 without any."""
     if real is not None:
         probability, memory = probability[real], memory[real]
     num_memories, visited = probability.shape[-1], memory.flatten()
     probability = probability.flatten(0, -2)
-    visits = torch.bincount(visited, minlength=num_memories) / max(1, len(visited))
-    mean = probability.sum(0) / max(1, len(probability))
-    return num_memories * (visits.to(mean.dtype) * mean).sum()
+    visits = torch.bincount(visited, minlength=num_memories).to(probability.dtype)
+    visits, mass = total(torch.stack([visits, probability.sum(0)]), share).unbind()
+    count = visits.sum().clamp(min=1)
+    return num_memories * memory.shape[-1] * (visits / count * mass / count).sum()

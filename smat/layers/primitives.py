@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from smat.distributed import HeadRanks
 from smat.masks import SMatMask
 
 TILE_ELEMENTS = 1 << 16  # that are normalised together
@@ -38,13 +39,25 @@ class RMSNorm(nn.Module):
         if width % num_groups:
             raise ValueError(f"a width of {width} does not fall into {num_groups} groups")
         self.eps, self.num_groups = eps, num_groups
+        self.ranks: HeadRanks | None = None  # that share a group
         self.weight = nn.Parameter(torch.empty(width, **made))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
 
+    def cut_heads(self, ranks: HeadRanks, heads: int) -> None:
+        """Keep the width of this rank's heads; of a group that others share all add up squares."""
+        own_groups = ranks.own_groups(self.num_groups, "groups of the norm")
+        ranks.cut(self, (len(self.weight), heads))
+        if self.num_groups % ranks.size:
+            self.ranks = ranks
+        else:
+            self.num_groups = own_groups
+
     def forward(self, x: Tensor) -> Tensor:
+        if self.ranks is not None:
+            return _rms_norm_over_ranks(x, self.weight, self.eps, self.num_groups, self.ranks)
         return rms_norm(x, self.weight, self.eps, self.num_groups)
 
 
@@ -71,6 +84,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, num_groups: int = 1) -> Tens
     With autograd it is eight passes each way; here a tile stays in the cache for all of them.
     """
     return _RMSNorm.apply(x, weight, eps, num_groups)[0]
+
+
+def _rms_norm_over_ranks(
+    x: Tensor, weight: Tensor, eps: float, num_groups: int, ranks: HeadRanks
+) -> Tensor:
+    """Norm the own part of a group that several ranks share, each of one group."""
+    wide, group = x.to(torch.promote_types(x.dtype, torch.float32)), ranks.rank * num_groups
+    group //= ranks.size
+    squares = wide.square().sum(-1, keepdim=True)
+    total = ranks.total(F.pad(squares, (group, num_groups - 1 - group)))[..., group, None]
+    mean = total * (num_groups / (x.shape[-1] * ranks.size))
+    return (wide * (mean + eps).rsqrt() * weight.to(wide.dtype)).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

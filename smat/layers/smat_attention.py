@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.distributed import HeadRanks
 from smat.layers.call import CallInfo, MixerCache, attend
 from smat.layers.memory.memory import SigmoidGate
 from smat.layers.memory.settings import MemorySettings
@@ -111,7 +112,7 @@ class SMatAttention(Mixer):
         self.recipe = mask_recipe(horizon, vc_dim, chunk_size, field_size, boundary)
         self.routing: Router = PositionalRouting() if routing is None else routing
         self.extra_inputs = self.routing.extra_inputs
-        self.widths = [num_heads * key_dim, key_heads * key_dim, key_heads * head_dim]
+        self.key_dim = key_dim
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=False, **made)
         self.conv = ShortConvolution(sum(self.widths), conv_size, **made) if conv_size else None
@@ -143,6 +144,28 @@ class SMatAttention(Mixer):
         if self.a_proj is not None:
             init_step_bias_(self.dt_bias)
             init_decay_rate_(self.A_log)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of queries, keys and values."""
+        keys = self.num_kv_heads
+        return [self.num_heads * self.key_dim, keys * self.key_dim, keys * self.head_dim]
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads, key_heads = self.num_heads, self.num_kv_heads
+        own = ranks.own(heads), ranks.own_groups(key_heads, "key heads")
+        self.routing.cut_heads(ranks)
+        segments = list(zip(self.widths, (heads, key_heads, key_heads), strict=True))
+        ranks.cut(self.qkv_proj, *segments)
+        ranks.cut(self.conv, *segments)
+        for each in (self.h_proj, self.a_proj, self):
+            ranks.cut(each, (key_heads, key_heads))
+        ranks.share(self.q_norm, self.k_norm, self.norm)
+        ranks.cut(self.g_proj, (heads * self.head_dim, heads))
+        ranks.add_up(self.o_proj, heads)
+        if self.read_gate is not None:
+            self.read_gate.cut_heads(ranks)
+        self.num_heads, self.num_kv_heads = own
 
     def extra_repr(self) -> str:
         return describe_mask(self.recipe, self.horizon)
@@ -201,7 +224,8 @@ class SMatAttention(Mixer):
         for start, stop in itertools.pairwise(call.cu_seqlens.tolist()):
             if stop > start:
                 extras = {name: each[:, start:stop] for name, each in call.extras.items()}
-                outputs.append(self.forward(x[:, start:stop], **extras)[0])
+                alone = CallInfo(1, stop - start, x.device, extras=extras)
+                outputs.append(self.mix(x[:, start:stop], alone)[0])
         out = torch.cat(outputs, 1)
         return out if call.queries is None else out[:, call.queries], None
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from smat.distributed import HeadRanks
 from smat.distributed.exchange import gather
 from smat.layers.call import CallInfo, MixerCache
 from smat.layers.mixer import Mixer
@@ -61,7 +62,6 @@ class SoftmaxAttention(Mixer):
         self.hidden_size, self.num_heads, self.num_kv_heads = hidden_size, num_heads, key_heads
         self.head_dim, self.positions, self.rotary_base = head_dim, positions, rotary_base
         self.max_length = max_length
-        self.widths = [heads * head_dim for heads in (num_heads, key_heads, key_heads)]
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.qkv_proj = nn.Linear(hidden_size, sum(self.widths), bias=bias, **made)
         self.conv = ShortConvolution(sum(self.widths), conv_size, **made) if conv_size else None
@@ -77,6 +77,22 @@ class SoftmaxAttention(Mixer):
         super().reset_parameters()
         if self.max_length is not None:
             nn.init.normal_(self.position_table, std=0.02)
+
+    @property
+    def widths(self) -> list[int]:
+        """Of queries, keys and values."""
+        heads = self.num_heads, self.num_kv_heads, self.num_kv_heads
+        return [each * self.head_dim for each in heads]
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads, key_heads = self.num_heads, self.num_kv_heads
+        own = ranks.own(heads), ranks.own_groups(key_heads, "key heads")
+        segments = list(zip(self.widths, (heads, key_heads, key_heads), strict=True))
+        ranks.cut(self.qkv_proj, *segments)
+        ranks.cut(self.conv, *segments)
+        ranks.share(self.q_norm, self.k_norm, self)
+        ranks.add_up(self.o_proj, heads)
+        self.num_heads, self.num_kv_heads = own
 
     def mix(self, x: Tensor, call: CallInfo) -> tuple[Tensor, MixerCache | None]:
         position = call.positions()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
+from smat.distributed import HeadRanks
 from smat.layers import Mixer
 from smat.layers.primitives import RMSNorm
 
@@ -58,6 +59,11 @@ class Block(nn.Module):
             mixed = self.mixer(normed, **extras)[0]
             mixed = mixed if rows is None else take_rows(mixed, rows)
         return self.finish(x if rows is None else take_rows(x, rows), mixed)
+
+    def split_over(self, ranks: HeadRanks) -> None:
+        """Keep the MLP's hidden units of this rank alone; the mixer is told for itself."""
+        if self.mlp is not None:
+            ranks.split_mlp(self.mlp)
 
     def extras_of(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return those inputs of a model that the mixer takes beside hidden states."""

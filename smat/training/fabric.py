@@ -30,11 +30,12 @@ def make_fabric(
 ) -> Fabric:
     """Build and launch a Fabric on "auto", "cpu", "cuda" or one device such as "cuda:1".
 
-    With "fsdp" every process has a Fabric of its own device, and `Trainer` shards the model.
+    With "fsdp" or "tensor" every process has a Fabric of its own device, and `Trainer` shards the
+    model, or deals its heads over them.
     """
     fabric = require("lightning.fabric", extra="train")
     kind, index = parse_device(device)
-    if strategy == "fsdp":
+    if strategy in ("fsdp", "tensor"):
         strategy, index, num_devices = "auto", _join(kind), 1
     if kind == "cpu":
         keep_freed_pages()  # a step's temporaries are those of the step before

@@ -47,6 +47,7 @@ def train(
     should_stop: Callable[[], bool] | None = None,
     fabric: Fabric | None = None,
     sharded: bool = False,
+    over_heads: bool = False,
 ) -> dict[str, Any]:
     """Train a model, from the folder's checkpoint if there is one, and score it.
 
@@ -57,11 +58,12 @@ def train(
     weights, bit for bit on as many CPU threads.
     `should_stop` is asked after every step: True writes a checkpoint and raises `Interrupted`.
     A `fabric` brings another strategy or several devices, each of which takes some of a batch; with
-    `sharded` each process that torchrun started holds a part of every parameter (FSDP2).
+    `sharded` each process that torchrun started holds a part of every parameter (FSDP2), and with
+    `over_heads` some heads of every mixer, on the same batch (`smat.tensor_parallel`).
     """
     folder = Path(folder)
     fabric = fabric or make_fabric(device, config.precision)
-    trainer = Trainer(fabric, model, task, config, seed, sharded)
+    trainer = Trainer(fabric, model, task, config, seed, sharded, over_heads)
     message = trainer.resume(folder)
     is_first = trainer.rank == 0
     if on_progress is not None:

@@ -1,6 +1,7 @@
-"""Parameters over ranks (FSDP2): shard a model, and take its state together and apart again.
+"""Parameters over ranks: shard a model (FSDP2), and take its state together and apart again.
 
-A checkpoint holds whole tensors, whatever number of ranks wrote it: any number goes on from it.
+The heads of a model may be dealt over ranks too (`smat.tensor_parallel`). A checkpoint holds whole
+tensors, whatever number of ranks wrote it: any number goes on from it.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from smat.distributed.plans import cuts_of, like
 from smat.layers.primitives import keep_from_decay_
 
 
@@ -38,6 +40,18 @@ def whole(state: Any) -> Any:
     return tree_map(lambda x: x.full_tensor() if isinstance(x, DTensor) else x, state)
 
 
+def whole_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """Put the state of an optimiser together, its moments in the order of whole parameters."""
+    found, cuts = whole(optimizer.state_dict()), cuts_of(model)
+    parameters = [x for group in optimizer.param_groups for x in group["params"]]
+    for index, moments in found["state"].items():
+        cut = cuts.get(parameters[index])
+        for name, x in moments.items():
+            if cut is not None and isinstance(x, Tensor) and x.ndim:
+                moments[name] = cut.collect(x)
+    return found
+
+
 def own_part(x: Tensor | None) -> Tensor | None:
     """Return what this rank holds of a tensor."""
     return x.to_local() if isinstance(x, DTensor) else x
@@ -46,25 +60,15 @@ def own_part(x: Tensor | None) -> Tensor | None:
 def load_whole(
     model: nn.Module, optimizer: torch.optim.Optimizer, weights: Any, moments: Any
 ) -> None:
-    """Give a model and its optimiser what `whole` made of their states, sharded or not."""
+    """Give a model and its optimiser what was made whole of their states, sharded or not."""
     own = model.state_dict()
     if own.keys() != weights.keys():
         raise ValueError(f"weights are {sorted(weights)}, but the model has {sorted(own)}")
-    with torch.no_grad():
-        for name, x in own.items():
-            x.copy_(_like(weights[name], x))
+    model.load_state_dict({name: like(weights[name], x) for name, x in own.items()})
     optimizer.load_state_dict(moments)
     optimizer = getattr(optimizer, "optimizer", optimizer)  # without Fabric around it
+    cuts = cuts_of(model)
     for parameter, state in optimizer.state.items():
         for name, x in state.items():
             if isinstance(x, Tensor) and x.shape == parameter.shape and x.ndim:
-                state[name] = _like(x, parameter)
-
-
-def _like(x: Tensor, other: Tensor) -> Tensor:
-    """Shard a tensor as another is; all ranks have it whole."""
-    if not isinstance(other, DTensor):
-        return x
-    return distribute_tensor(
-        x.to(other.device), other.device_mesh, other.placements, src_data_rank=None
-    )
+                state[name] = like(x, parameter, cuts.get(parameter))

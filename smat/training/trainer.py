@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smat.distributed import tensor_parallel
 from smat.layers import balance_weight
 from smat.tasks.task import Task, seed_of
 from smat.training.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from smat.training.recipe import TrainingConfig, learning_rate, make_optimizer
-from smat.training.sharding import load_whole, own_part, shard, whole
+from smat.training.sharding import load_whole, own_part, shard, whole, whole_moments
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -85,17 +86,22 @@ class Trainer:
 
     def __init__(
         self, fabric: Fabric, model: nn.Module, task: Task, config: TrainingConfig, seed: int,
-        sharded: bool = False,
+        sharded: bool = False, over_heads: bool = False,
     ) -> None:  # fmt: skip
-        self.rank, self.size, self.sharded = fabric.global_rank, fabric.world_size, sharded
-        if sharded:
-            self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        parts = self.size * config.accumulate
-        if config.batch_size % parts:
-            count = f"a batch of {config.batch_size} does not divide over {self.size} devices"
+        self.rank, self.size, self.is_copied = fabric.global_rank, fabric.world_size, True
+        if sharded or over_heads:
+            self.rank, self.size, self.is_copied = dist.get_rank(), dist.get_world_size(), False
+        # Which of how many parts of a batch is this device's; of heads, each takes all of it.
+        self.part, self.num_parts = (0, 1) if over_heads else (self.rank, self.size)
+        if config.batch_size % (self.num_parts * config.accumulate):
+            count = f"a batch of {config.batch_size} does not divide over {self.num_parts} devices"
             raise ValueError(count + f" in {config.accumulate} parts" * (config.accumulate > 1))
         self.fabric, self.task, self.config, self.seed = fabric, task, config, seed
-        self.model = shard(model.to(fabric.device)) if sharded else model.to(fabric.device)
+        self.model = model.to(fabric.device)
+        if over_heads:
+            tensor_parallel(model)
+        elif sharded:
+            shard(model)
         self.wrapped, self.optimizer = fabric.setup(model, make_optimizer(model, config))
         self.step = 0
         self.seconds = 0.0  # spent in this process and in those that a kill ended
@@ -128,7 +134,7 @@ class Trainer:
         self.num_tokens = state.get("num_tokens", 0)
         self.loss_sum, self.loss_count = state["loss_sum"], state["loss_count"]
         self.curve, self.accuracy = state["curve"], state["accuracy"]
-        if self.rank:  # the checkpoint has the generators of the first device
+        if self.part:  # the checkpoint has the generators of the first device
             self._seed()
         self._num_looked_at = self.step * self.config.accumulate
         return message
@@ -136,7 +142,8 @@ class Trainer:
     def save(self, folder: Path) -> None:
         """Write a checkpoint, from the first device; a loss that is no number is never kept."""
         self.look()
-        weights, moments = whole(self.model.state_dict()), whole(self.optimizer.state_dict())
+        weights = whole(self.model.state_dict())
+        moments = whole_moments(self.model, self.optimizer)
         if self.rank == 0:
             random = {"cpu": torch.get_rng_state()}
             if self.is_cuda:
@@ -153,12 +160,12 @@ class Trainer:
         """Change the weights once, by the batch that the step's number names."""
         batch = self.task.train_batch(self.step, self.config.batch_size, self.seed)
         self.num_tokens += next(iter(batch.inputs.values())).shape[:2].numel()
-        batch = batch.select(slice(self.rank, None, self.size)).to(self.fabric.device)
+        batch = batch.select(slice(self.part, None, self.num_parts)).to(self.fabric.device)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
         parts = list(batch.split(len(batch.rows) // self.config.accumulate))
         for number, part in enumerate(parts):
-            waits = self.size > 1 and not self.sharded and number + 1 < len(parts)
+            waits = self.size > 1 and self.is_copied and number + 1 < len(parts)
             with self.fabric.no_backward_sync(self.wrapped, enabled=waits):
                 loss = self.task.loss(self.wrapped(rows=part.rows, **part.inputs), part)
                 total = self.with_balance(loss)
@@ -244,6 +251,6 @@ class Trainer:
         return NonFiniteLossError(message)
 
     def _seed(self) -> None:
-        rank = self.rank
-        parts = ("training", self.seed, rank, self.step) if rank else ("training", self.seed)
+        part = self.part
+        parts = ("training", self.seed, part, self.step) if part else ("training", self.seed)
         torch.manual_seed(seed_of(*parts))

@@ -61,19 +61,19 @@ def compare_layer(size, name, packed=None, batch=2, use_cache=False):
     if expected[4] is not None:
         errors["balance"] = relative_rms(found[4].detach(), expected[4].detach())
     if use_cache and ranks.rank == size - 1 and not is_short:
-        errors |= decode_on(layer, found[1], expected[1], batch)
+        errors |= decode_on(layer, found[1], layer, expected[1], batch)
     return errors
 
 
 @torch.no_grad()
-def decode_on(layer, found, expected, batch):
-    """Let both caches take a few more tokens."""
+def decode_on(layer, found, other_layer, expected, batch):
+    """Let both caches take a few more tokens, each by its layer."""
     x, ids = tokens(batch, 6, seed=9)
     assert torch.equal(found.num_tokens, expected.num_tokens)
     errors = {}
     for t in range(x.shape[1]):
         given = extras(layer, ids[:, t])
         one, found = layer.step(x[:, t], found, **given)
-        other, expected = layer.step(x[:, t], expected, **given)
+        other, expected = other_layer.step(x[:, t], expected, **given)
         errors[f"step {t}"] = relative_rms(one, other)
     return errors

@@ -63,10 +63,14 @@ def make_case(
     return mask, inputs, given
 
 
-def compare_op(size, length, uneven=False, state=False, **case):
-    """Return the relative errors of a rank: output, gradients and, of the last rank, the state."""
+def compare_op(size, length, uneven=False, state=False, dtype=torch.float64, **case):
+    """Return the relative errors of a rank: output, gradients and, of the last rank, the state.
+
+    Inputs of another dtype are compared with the same numbers in fp64, in one process.
+    """
     mask, inputs, given = make_case(length, **case)
-    whole = leaves(inputs)
+    inputs = {name: x.to(dtype) if x.is_floating_point() else x for name, x in inputs.items()}
+    whole = leaves({name: _wide(x) for name, x in inputs.items()})
     expected, after = smat.smat_attention(**whole, mask=mask, output_final_state=state, **given)
     expected_grads = gradients(expected, whole)
     shares = shares_of(length, size, uneven)
@@ -75,6 +79,7 @@ def compare_op(size, length, uneven=False, state=False, **case):
         begin, end = sum(shares[:rank]), sum(shares[: rank + 1])
         own = leaves({name: x[:, begin:end] for name, x in inputs.items()})
         out, found_after = smat.smat_attention(**own, mask=mask, output_final_state=state, **given)
+    assert out.dtype == dtype
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(3))
     weight = weight.bfloat16().to(out.dtype)[:, begin:end]
     named = {name: x for name, x in own.items() if name in DIFFERENTIABLE}
@@ -88,6 +93,10 @@ def compare_op(size, length, uneven=False, state=False, **case):
     if state and rank == size - 1:
         errors |= compare_states(found_after, after, inputs, mask)
     return errors
+
+
+def _wide(x):
+    return x.double() if x.is_floating_point() else x
 
 
 def compare_states(found, expected, inputs, mask):

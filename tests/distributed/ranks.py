@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-SECONDS = 30  # for one function
+SECONDS = 120  # for one function, and for a rank to begin: on a busy machine imports take long
 
 
 def work(pipe, store, rank, size):
@@ -56,11 +56,14 @@ class Ranks:
             os.environ["OMP_NUM_THREADS"] = before
 
     def run(self, function, **given):
+        assert self.pipes, f"one of {self.size} ranks has said nothing before"
         for pipe in self.pipes:
             pipe.send((function, given))
         found, waiting = {}, dict(zip(self.pipes, range(self.size), strict=True))
         while waiting:
             ready = connection.wait(waiting, timeout=2 * SECONDS)
+            if not ready:
+                self.pipes = []  # whose answers would be taken for those of the next function
             assert ready, f"ranks {list(waiting.values())} of {self.size} say nothing"
             for pipe in ready:
                 rank = waiting.pop(pipe)

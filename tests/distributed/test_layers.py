@@ -8,13 +8,13 @@ from tests.distributed.layer_cases import compare_layer
 from tests.distributed.test_op import check
 from tests.layers.mixers import LAYERS, make, tokens
 
-MIXERS = [name for name in LAYERS if name != "mixture of memories"]
 PACKED = [0, 3, 4, 14, 17]  # one begins where a rank does
 
 
 QUICK = [
     "softmax", "routed mamba2", "routed mamba2 window", "routed deltanet", "deltanet",
     "log-linear mamba2", "log-linear deltanet", "smat gated", "smat content", "smat hashed",
+    "mixture of memories",
 ]  # fmt: skip
 
 
@@ -29,14 +29,14 @@ def test_four_ranks_equal_one_process(name, four_ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MIXERS if name not in QUICK])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in QUICK])
 def test_every_other_mixer_over_four_ranks(name, four_ranks):
     check(four_ranks.run(compare_layer, size=4, name=name, use_cache=True))
     check(four_ranks.run(compare_layer, size=4, name=name, packed=PACKED))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", list(LAYERS))
 def test_two_ranks_equal_one_process(name, two_ranks):
     check(two_ranks.run(compare_layer, size=2, name=name, use_cache=True))
 
@@ -45,7 +45,6 @@ def refuse():
     """Try what a sequence over four ranks cannot have."""
     x, _ = tokens(1, 6)
     for name, shares, options, said in (
-        ("mixture of memories", None, {}, "does not run over 4 ranks"),
         ("smat", None, {"attention_mask": torch.ones(1, 6)}, "over 4 ranks pads no rows"),
         ("smat", None, {"cu_seqlens": torch.tensor([0, 6])}, "T = 24"),
         ("smat", [6, 6, 6, 5], {}, r"shares are \[6, 6, 6, 5\]"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny import Parity, TinyConfig
 
+from smat.models import ModelConfig
 from smat.training import TrainingConfig, load_weights, train
 from smat.training.checkpoint import load_checkpoint
 
@@ -16,6 +17,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 CONFIG = TrainingConfig(steps=20, batch_size=8, learning_rate=1e-2, eval_every=10)
+
+HEADS = ModelConfig(
+    "deltanet", width=16, options={"num_heads": 2, "head_dim": 8}, mlp_ratio=2.0, tied=True
+)
 
 SCRIPT = """
 import sys
@@ -26,15 +31,18 @@ from smat.training.fabric import make_fabric
 strategy, folder, steps, parts = sys.argv[1:]
 fabric = make_fabric("cpu", strategy=strategy, num_devices=2)
 try:
-    here.fit(folder, int(steps), int(parts), fabric=fabric, sharded=strategy == "fsdp")
+    ways = {"sharded": strategy == "fsdp", "over_heads": strategy == "tensor"}
+    here.fit(folder, int(steps), int(parts), fabric=fabric, **ways)
 except Interrupted:
     pass
 """
 
 
-def fit(folder, stop_after=20, accumulate=1, **options):
+def fit(folder, stop_after=20, accumulate=1, heads=False, **options):
     torch.manual_seed(0)
-    model = TinyConfig(dropout=0.0).build(Parity())  # dropout is drawn by each process for itself
+    # Dropout is drawn by each process for itself.
+    kind = HEADS if heads or options.get("over_heads") else TinyConfig(dropout=0.0)
+    model = kind.build(Parity())
     config, taken = CONFIG.changed(accumulate=accumulate), iter(range(1, 21))
     stops = {"should_stop": lambda: next(taken) == stop_after}
     return train(model, Parity(), config, folder, seed=1, **stops, **options)
@@ -62,20 +70,22 @@ def assert_same_weights(folder, other):
         torch.testing.assert_close(two[name], weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "parts"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "parts"), [("ddp", 1), ("ddp", 2), ("fsdp", 2), ("tensor", 2)]
+)
 def test_two_processes_reach_the_weights_of_one(strategy, parts, tmp_path):
     fit_with_two(strategy, tmp_path / "two", 20, parts)
-    fit(tmp_path / "one", device="cpu")
+    fit(tmp_path / "one", heads=strategy == "tensor", device="cpu")
     assert_same_weights(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
 def test_one_process_goes_on_where_two_have_stopped(strategy, tmp_path):
     fit_with_two(strategy, tmp_path / "two", 7, 1)
     state, _ = load_checkpoint(tmp_path / "two")
     assert state["step"] == 7
-    fit(tmp_path / "two", device="cpu")
-    fit(tmp_path / "one", device="cpu")
+    for folder in ("two", "one"):
+        fit(tmp_path / folder, heads=strategy == "tensor", device="cpu")
     assert_same_weights(tmp_path / "one", tmp_path / "two")
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from smat.distributed import HeadRanks
 from smat.layers.call import CallInfo
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.memory.transport import DeltaTokens, boundary_of
@@ -57,6 +58,11 @@ class SigmoidGate(nn.Module):
         nn.init.constant_(self.linear.bias, self.logit)
         if self.head_logit is not None:
             nn.init.zeros_(self.head_logit)
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        heads = self.linear.out_features
+        ranks.cut(self.linear, (heads, heads))
+        ranks.cut(self, (heads, heads))
 
     def forward(self, hidden: Tensor) -> Tensor:
         logit = self.linear(hidden)
@@ -156,6 +162,13 @@ class Memory(ContentRouting):
             field_size = mask.geometry.field_size
             mask = SMatMask(horizon, vc_dim, mask.chunk_size, field_size, boundary)
         return cls(hidden_size, num_heads, mask, **options)
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        super().cut_heads(ranks)
+        for gate in (self.read_gate, self.write_gate):
+            if gate is not None:
+                gate.cut_heads(ranks)
+        self.num_heads = ranks.own(self.num_heads)
 
     def extra_repr(self) -> str:
         return f"{describe_mask(self.mask, self.mask.seq_len)}, {self.settings}"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from smat.distributed.exchange import gather, scan_rows
+from smat.distributed.exchange import gather, scan_rows, without_autocast
 from smat.layers.call import CallInfo
 from smat.layers.memory.transport import DeltaTokens, TransportState, boundary_of, written_by
 from smat.masks import SMatMask
@@ -34,6 +34,7 @@ class CarriedTokens(NamedTuple):
     behind: Tensor  # and of its recent ones
 
 
+@without_autocast
 def read_over_ranks(
     tokens: DeltaTokens,
     routing: Routing,

@@ -14,12 +14,13 @@ balance loss spreads addresses over all bins; what is read stands in selectors.p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.distributed import Share
+from smat.distributed import HeadRanks, Share
 from smat.distributed.exchange import total
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
@@ -92,6 +93,13 @@ class LearnedRouting(nn.Module):
     def reset_parameters(self) -> None:
         reset_children(self)
         self._start()
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Keep the hashes and scorers of this rank's heads; they share what is convolved."""
+        ranks.share(self.conv, self.selector_conv)
+        by_field: list[Any] = [*self.projections.values(), *self.selectors.values()]
+        for module in by_field:
+            module.cut_heads(ranks)
 
     def _start(self) -> None:
         """Let write and read addresses agree, unless the draw is to stay; see `MemorySettings`."""
@@ -199,6 +207,9 @@ class HashProjection(nn.Module):
         # With bias 0 it spreads a normal input over all bins; decayed to 0 it puts all into one.
         keep_from_decay_(nn.init.ones_(self.gain))
         nn.init.zeros_(self.bias)
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        ranks.cut(self, (len(self.gain), len(self.gain)))
 
     def forward(self, write_input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hash (..., hidden_size): profile and straight-through weight (..., H), bin position."""

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
 from smat.masks import SMatMask, type_through_cell
@@ -43,6 +44,10 @@ class Selector(nn.Module):
     @abstractmethod
     def num_scores(self) -> int:
         """Count what is scored for each head."""
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        ranks.cut(self.scorer, (self.scorer.out_features, self.num_heads))
+        self.num_heads = ranks.own(self.num_heads)
 
     def score(self, hidden: Tensor) -> Tensor:
         """Score what there is to choose from, (..., hidden_size) -> (..., H, num_scores)."""
@@ -141,6 +146,9 @@ class OwnCell(nn.Module):
 
     def __init__(self, *sizes: object) -> None:
         super().__init__()
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Do nothing: there are no parameters."""
 
     def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
         wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from smat.distributed import Piece, Share
-from smat.distributed.exchange import scan_rows
+from smat.distributed.exchange import scan_rows, without_autocast
 from smat.ops.delta_rule.delta_rule import delta_rule, transport_queries
 
 
+@without_autocast
 def delta_rule_over_ranks(
     q: Tensor,
     k: Tensor,

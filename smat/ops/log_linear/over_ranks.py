@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.distributed import Piece, Share
-from smat.distributed.exchange import Carry, scan
+from smat.distributed.exchange import Carry, scan, without_autocast
 from smat.ops.delta_rule import chunks, transport_keys, transport_queries
 from smat.ops.linear.decay import FORGETS, decay_factor
 from smat.ops.log_linear.log_linear import (
@@ -135,6 +135,7 @@ class _Part:
         return self.out + seen.to(self.out.dtype)
 
 
+@without_autocast
 def log_linear_over_ranks(
     tokens: LogLinearTokens, share: Share, rows: Sequence[Piece] | None = None, **options: Any
 ) -> tuple[Tensor, LogLinearState]:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smat.distributed import Piece, Share
-from smat.distributed.exchange import Carry, arrive, set_out
+from smat.distributed.exchange import Carry, arrive, set_out, without_autocast
 from smat.masks import SMatMask
 from smat.masks.boundary import ShiftedBoundary
 from smat.ops.smat.at_rows import map_features
@@ -36,6 +36,7 @@ def check_share(
         raise ValueError("packed sequences over ranks leave no state to decode from")
 
 
+@without_autocast
 def attend_over_ranks(
     q: Tensor,
     k: Tensor,
