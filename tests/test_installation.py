@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import smat
+from smat.ops.native.build import find_compiler
 
 ROOT = Path(__file__).parents[1]
 OTHERS = ["3.10", "3.12", "3.13"]
@@ -47,6 +48,26 @@ for _ in range(5):
     losses.append(loss.item())
 assert losses[-1] < losses[0], losses
 print(smat.__version__, num_tried, "doctests")
+"""
+
+USE_NATIVELY = """
+import logging
+import torch, smat
+from smat.ops.native.build import cached_libraries
+assert "site-packages" in smat.__file__, smat.__file__
+logging.getLogger("smat").addHandler(logging.StreamHandler())
+torch.manual_seed(0)
+mask, tensors = smat.SMatMask(512, 3), torch.randn(3, 1, 512, 2, 16).unbind(0)
+answers = {}
+for name in ("torch", "native"):
+    q, k, v = (x.clone().requires_grad_() for x in tensors)
+    out, state = smat.smat_attention(q, k, v, mask, output_final_state=True, backend=name)
+    token = [x.detach()[:, 0] for x in (q, k, v)]
+    step, _ = state.step(*token, backend=name)
+    answers[name] = [out, step, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+for found, expected in zip(answers["native"], answers["torch"]):
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+print([path.name.split("-")[0] for path in cached_libraries()])
 """
 
 
@@ -94,6 +115,10 @@ def test_the_wheel_runs_with_torch_alone(packages, tmp_path):
     run(python, "-m", "pip", "install", "-q", constraint, str(wheel), cwd=tmp_path)
     said = run(python, "-W", "ignore:Failed to initialize NumPy", "-c", USE, cwd=tmp_path)
     assert said.startswith(smat.__version__)
+    if find_compiler():
+        own = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        said = run(python, "-W", "ignore", "-c", USE_NATIVELY, cwd=tmp_path, **own)
+        assert said == "['causal', 'causal_backward', 'long_range', 'step']\n"
 
 
 def other_python(version):

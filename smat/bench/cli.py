@@ -219,7 +219,7 @@ add_command(
     "backends",
     configs.BackendsConfig,
     _of("backends", "run_backends"),
-    "--seq-len 65536 --both --vc-dim 1",
+    "--seq-len 65536 --vc-dim 1",
 )
 add_command(
     "layers",

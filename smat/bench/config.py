@@ -121,13 +121,13 @@ class HeadsConfig(BenchConfig):
 
 
 class BackendsConfig(HeadsConfig):
-    """Time the backends of a device in turns, on the same inputs, with and without gates.
+    """Time the backends of a device in turns: forward, with the backward pass, decoded tokens.
 
-    The ratio is the torch backend's median over a backend's own: how many times as fast it is.
+    Ratio: the torch backend's median over a backend's own, how many times as fast it is. x plain:
+    a backend's median with gates over its own without.
     """
 
     seq_lens: Counts = option((16384,), "Sequence length T; may be repeated.", "seq_len")
-    both: bool = option(False, "Time the backward pass too.")
     repeats: Count = option(9, "Runs of each candidate.")
     budget: float = option(60.0, BUDGET)
 

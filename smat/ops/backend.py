@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smat.extras import missing_extra
-from smat.ops.native.build import why_not
+from smat.ops.native.build import SWITCH, why_not
 from smat.ops.smat import attention
 from smat.ops.smat.step import step_token
 
@@ -86,14 +86,15 @@ def choose_backend(
     >>> choose_backend("auto", torch.device("cpu"), tokens=100).name
     'torch'
 
-    A call of a few tokens (times heads) is not worth compiling kernels for. Triton's sum in fp32:
+    A call of a few tokens (times heads) is not worth compiling kernels for, unless SMAT_NATIVE is
+    "always": then tests of small calls are tests of the kernels. Triton's sum in fp32:
     fp64 goes to torch. Where Triton interprets (TRITON_INTERPRET=1), its kernels take tensors on a
     CPU if they are asked for by name.
     """
     names = available_backends(device)
     if backend == "auto":
         backend = names[0]
-        if backend == "native" and tokens is not None and tokens < NATIVE_TOKENS:
+        if backend == "native" and tokens is not None and tokens < _fewest_tokens():
             backend = "torch"
     elif backend == "triton" and not _is_installed("triton"):
         raise missing_extra("triton", "gpu")
@@ -108,6 +109,10 @@ def choose_backend(
     if backend == "triton" and torch.float64 in dtypes:
         backend = "torch"
     return next(each for each in BACKENDS if each.name == backend)
+
+
+def _fewest_tokens() -> int:
+    return 0 if os.environ.get(SWITCH) == "always" else NATIVE_TOKENS
 
 
 @cache

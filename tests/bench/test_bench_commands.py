@@ -303,11 +303,19 @@ def test_ranks_under_a_window_send_what_the_formula_says(capsys, tmp_path):
 def test_backends(capsys, tmp_path):
     sizes = ["--heads", "1", "--key-dim", "4", "--value-dim", "4", "--repeats", "2"]
     status, _, _, result = run(
-        capsys, tmp_path, "backends", "--seq-len", "100", "--vc-dim", "1", "--both", *sizes
+        capsys, tmp_path, "backends", "--seq-len", "100", "--vc-dim", "1", *sizes
     )
     assert status == 0
     assert_sound(result, "backends")
     names = smat.ops.backend.available_backends("cpu")
-    found = {row["name"]: row["ratio"] for row in result["rows"]}
-    assert list(found) == [*names, *(f"{name}, gated" for name in names)]
-    assert found["torch"] == found["torch, gated"] == 1
+    found = {(row["pass"], row["name"]): row["ratio"] for row in result["rows"]}
+    passes = ("forward", "with backward", "32 tokens decoded")
+    assert list(found) == [
+        (each, name + gated) for each in passes for gated in ("", ", gated") for name in names
+    ]
+    assert all(found[each, f"torch{gated}"] == 1 for each in passes for gated in ("", ", gated"))
+    plain = [row["ratio_to_plain"] is None for row in result["rows"]]
+    assert plain == [", gated" not in row["name"] for row in result["rows"]]
+    checked = {(each["name"], each["size"]) for each in result["checks"]}
+    assert {(name, f"T = 600, d = 1{gated}{more}") for name in names for gated in ("", ", gated")
+            for more in ("", ", decoded")} == checked  # fmt: skip

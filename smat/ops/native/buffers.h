@@ -26,16 +26,6 @@ template <class T> inline vec<T> dot(const T *x, const T *y, index_t count) {
     return total;
 }
 
-// Ask for rows before they are needed: each is short, so that the processor does not foresee them.
-template <bool WRITE, class T>
-inline void prefetch(const Array<T> &from, index_t b, index_t head, index_t start, index_t rows,
-                     index_t count) {
-    for (index_t i = 0; i < rows; ++i) {
-        const T *x = from.at(b, start + i, head);
-        for (index_t f = 0; f < count; f += 64 / sizeof(T)) __builtin_prefetch(x + f, WRITE, 3);
-    }
-}
-
 // Copy rows into a buffer whose rows are padded with 0.
 template <class T>
 inline void load_rows(const Array<const T> &from, index_t b, index_t head, index_t start, index_t rows,

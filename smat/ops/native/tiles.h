@@ -36,7 +36,10 @@ template <> struct Vectors<float> {
     typedef VECTOR_OF(uint32_t) raw;  // which may overflow
     static constexpr float magic = 12582912.0f, lowest = -87.33f;  // 1.5 * 2^23; log(tiny), rounded up
     static constexpr float log2e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
-    static constexpr int mantissa = 23, degree = 7;
+    static constexpr int mantissa = 23, degree = 6;
+    // Nearest to exp, relatively, up to log(2) / 2: within 2e-9; 1 at 0, so that no decay is none.
+    static constexpr float series[] = {1, 1.00000003f, 0.499999941f, 0.166664294f, 0.0416680128f,
+                                       0.00837431665f, 0.0013843466f};
 };
 template <> struct Vectors<double> {
     typedef VECTOR_OF(double) type;
@@ -47,6 +50,9 @@ template <> struct Vectors<double> {
     static constexpr double log2e = 1.4426950408889634;
     static constexpr double ln2_high = 0.6931471803691238, ln2_low = 1.9082149292705877e-10;
     static constexpr int mantissa = 52, degree = 13;
+    static constexpr double series[] = {  // 1 / k!
+        1, 1, 1 / 2., 1 / 6., 1 / 24., 1 / 120., 1 / 720., 1 / 5040., 1 / 40320., 1 / 362880.,
+        1 / 3628800., 1 / 39916800., 1 / 479001600., 1 / 6227020800.};
 };
 template <class T> using vec = typename Vectors<T>::type;
 template <class T> constexpr index_t LANES = VECTOR_BYTES / sizeof(T);
@@ -79,20 +85,17 @@ inline index_t round_up(index_t size, index_t step) { return (size + step - 1) /
 template <class T> inline index_t padded(index_t columns) { return round_up(columns, LANES<T>); }
 inline index_t padded_rows(index_t rows) { return round_up(rows, TILE_ROWS); }
 
-// exp(x) for x <= 0; what would be subnormal is 0, as in smat/ops/linear/decay.py. NaN stays NaN.
-template <class T> inline vec<T> exp_or_zero(vec<T> x) {
+// exp(x) for x <= 0; what would be subnormal is 0, as in smat/ops/linear/decay.py. NaN stays NaN,
+// unless a caller adds it anyway.
+template <class T, bool KEEPS_NAN = true> inline vec<T> exp_or_zero(vec<T> x) {
     using V = Vectors<T>;
     const vec<T> shifted = x * V::log2e + V::magic, n = shifted - V::magic;
     const vec<T> rest = (x - n * V::ln2_high) - n * V::ln2_low;
-    T factorial = 1;
-    for (int k = 2; k <= V::degree; ++k) factorial *= k;
-    vec<T> series = rest * 0 + 1 / factorial;
-    for (int k = V::degree; k > 0; --k) {
-        factorial /= k;
-        series = series * rest + 1 / factorial;
-    }
+    vec<T> series = vec<T>{} + V::series[V::degree];
+    for (int k = V::degree; k > 0; --k) series = series * rest + V::series[k - 1];
     const auto bits = (typename V::raw)series + ((typename V::raw)shifted << V::mantissa);
-    vec<T> result = x < V::lowest ? vec<T>{} : (vec<T>)bits;
+    const vec<T> result = x < V::lowest ? vec<T>{} : (vec<T>)bits;
+    if (!KEEPS_NAN) return result;
     return x != x ? x : result;
 }
 template <class T> inline T exp_or_zero_of(double x) {  // the same of one number
@@ -103,7 +106,7 @@ template <class T> inline T exp_or_zero_of(double x) {  // the same of one numbe
 enum Feature { ELU = 0, RELU = 1, IDENTITY = 2 };
 template <class T> inline vec<T> feature(int map, vec<T> x) {
     const vec<T> zero{};
-    if (map == ELU) return exp_or_zero<T>(x > zero ? zero : x) + (x < zero ? zero : x);
+    if (map == ELU) return exp_or_zero<T, false>(x > zero ? zero : x) + (x < zero ? zero : x);
     return map == RELU ? (x < zero ? zero : x) : x;
 }
 template <class T> inline vec<T> feature_slope(int map, vec<T> value) {
@@ -191,6 +194,16 @@ template <class T> struct Array {
     T *at(index_t b, index_t t, index_t h) const { return data + b * batch + t * token + h * head; }
     explicit operator bool() const { return data != nullptr; }
 };
+
+// Ask for rows before they are needed: each is short, so that the processor does not foresee them.
+template <bool WRITE, class T>
+inline void prefetch(const Array<T> &from, index_t b, index_t head, index_t start, index_t rows,
+                     index_t count) {
+    for (index_t i = 0; i < rows; ++i) {
+        const T *x = from.at(b, start + i, head);
+        for (index_t f = 0; f < count; f += 64 / sizeof(T)) __builtin_prefetch(x + f, WRITE, 3);
+    }
+}
 
 // If asked for, numbers below the smallest normal one are 0 while a kernel runs: what decays ends as
 // one of them, and they are very slow to work with.

@@ -1,5 +1,6 @@
 """Kernels are compiled once, kept, checked, and done without where they cannot be."""
 
+import importlib
 import logging
 import os
 import stat
@@ -128,6 +129,25 @@ def test_a_failed_compile_is_said_once_and_torch_takes_over(kernel, monkeypatch,
             assert torch.equal(found, expected)
     causal = [each for each in caplog.messages if "causal.cpp does without" in each]
     assert len(causal) == 1
+
+
+@pytest.mark.parametrize("missing", ["causal", "causal_backward", "long_range", "step"])
+def test_torch_takes_over_where_one_kernel_fails(missing, monkeypatch):
+    whole = build.load
+    sources = {source.stem: source for source in build.ROOT.rglob("*.cpp")}
+    gone = str(sources[missing].relative_to(build.ROOT))
+    modules = ("linear.native.causal", "smat.native.long_range", "smat.native.decode")
+    for name in (*modules, "smat.native.attention"):
+        module = importlib.import_module(f"smat.ops.{name}")
+        monkeypatch.setattr(module, "load", lambda name: None if name == gone else whole(name))
+    mask, inputs = smat.SMatMask(128, 2, 8), torch.randn(3, 1, 96, 2, 4, requires_grad=True)
+    answers = []
+    for name in ("torch", "native"):
+        out, state = smat.smat_attention(*inputs, mask, backend=name, output_final_state=True)
+        (grad,) = torch.autograd.grad(out.square().sum(), inputs)
+        answers.append([out, grad, state.step(*inputs.detach()[:, :, 0], backend=name)[0]])
+    for expected, found in zip(*answers, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import smat
+from smat.ops.backend import available_backends
 from tests.ops.smat.comparison import (
     attend,
     attend_densely,
@@ -268,13 +269,14 @@ def test_gradcheck(boundary, normalize, content):
         assert torch.autograd.gradcheck(run, tuple(own.values()), fast_mode=True)
 
 
-def test_gradcheck_of_every_entry():
+@pytest.mark.parametrize("backend", available_backends("cpu"))
+def test_gradcheck_of_every_entry(backend):
     mask = smat.SMatMask(5, 2, 2, field_size=2, boundary=smat.schedules.window(1))
     own = leaves(make_inputs(5, batch=1, heads=1, key_dim=2, value_dim=1))
     own["log_decay"] = mild_gates((1, 5, 1)).requires_grad_()
 
     def run(q, k, v, log_decay):
-        return smat.smat_attention(q, k, v, mask, log_decay=log_decay)[0]
+        return smat.smat_attention(q, k, v, mask, log_decay=log_decay, backend=backend)[0]
 
     with small_blocks(tile=2, tiles=2):
         assert torch.autograd.gradcheck(run, tuple(own.values()))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import smat
+from smat.ops.backend import available_backends
 from smat.ops.smat.operator import attend
 from tests.ops.smat.comparison import gradients, leaves, make_inputs, mild_gates, relative_rms
 
@@ -11,6 +12,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::smat.SMatWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
 )
 
+BACKENDS = available_backends("cpu")
 MASK = smat.SMatMask(96, 3, 8, field_size=3)
 
 
@@ -51,18 +53,19 @@ def run(mask, tensors, **options):
 @pytest.mark.parametrize(
     "kind", ["plain", "gated", "content", "reads", "padded", "packed", "rows", "shared"]
 )
-def test_one_graph_serves_every_length(kind):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_graph_serves_every_length(kind, backend):
     torch.compiler.reset()
     graphs = []
 
-    def backend(graph, example_inputs):
+    def compiler(graph, example_inputs):
         graphs.append(graph)
         return torch._dynamo.backends.debugging.aot_eager(graph, example_inputs)
 
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=compiler)
     for seq_len in (64, 75, 96):
         own = leaves(arguments(kind, seq_len))
-        expected, found = run(MASK, own), compiled(MASK, own)
+        expected, found = (each(MASK, own, backend=backend) for each in (run, compiled))
         assert torch.equal(found, expected)
         expected_grads = gradients(expected, own)
         for name, grad in gradients(found, own).items():
@@ -106,18 +109,20 @@ def test_a_mask_is_part_of_the_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_operator_keeps_its_promises(dtype):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_operator_keeps_its_promises(dtype, backend):
     """Fake outputs like the real ones, no hidden mutation or aliasing, a traceable backward."""
     own = leaves(arguments("gated", 24))
     tensors = [own[name].detach().to(dtype).requires_grad_() for name in own]
-    options = (None, None, None, None, None, MASK.recipe, "elu", True, "both", "all", "torch")
+    options = (None, None, None, None, None, MASK.recipe, "elu", True, "both", "all", backend)
     torch.library.opcheck(attend, ([*tensors, *options[:5]], *options[5:]))
 
 
-def test_the_operator_keeps_its_promises_to_heads_that_share_keys():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_operator_keeps_its_promises_to_heads_that_share_keys(backend):
     own = leaves(arguments("shared", 24))
     tensors = [own[name] for name in ("q", "k", "v", "log_decay")]
-    options = (*[None] * 7, MASK.recipe, "elu", True, "both", "all", "torch")
+    options = (*[None] * 7, MASK.recipe, "elu", True, "both", "all", backend)
     torch.library.opcheck(attend, ([*tensors, *options[:7]], *options[7:]))
 
 

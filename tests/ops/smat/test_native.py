@@ -13,9 +13,10 @@ import torch
 from hypothesis import given, settings
 
 import smat
-from smat.ops import backend
+from smat.ops.backend import choose_backend
 from smat.ops.linear.native import causal
 from smat.ops.native import build
+from smat.ops.smat.native import decode, long_range
 from tests.fuzz.attention import check_call
 from tests.ops.smat.comparison import (
     assert_close,
@@ -30,13 +31,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::smat.SMatWarning"),
     pytest.mark.skipif(build.why_not() is not None, reason="there are no native kernels"),
 ]
+HERE = Path(__file__).parent
 SANITIZERS = "-g -O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
 
 
 def check_natively(call):
     """Let a drawn call, however short, take the kernels."""
-    with mock.patch.object(backend, "NATIVE_TOKENS", 0):
+    with mock.patch.dict(os.environ, {"SMAT_NATIVE": "always"}):
+        assert choose_backend("auto", causal.CPU, tokens=1).name == "native"
         check_call(call)
+
+
+def test_the_kernels_are_here():
+    """Where one fails to compile, torch takes over, and nothing else would fail."""
+    for source in (causal.SOURCE, causal.BACKWARD_SOURCE, long_range.SOURCE, decode.SOURCE):
+        assert build.load(source) is not None, source
 
 
 @given(calls("float64"))
@@ -136,25 +145,42 @@ def test_four_threads_of_a_caller():
         assert all(torch.equal(found, expected) for found in pool.map(run, range(8)))
 
 
+def run_in_fork(check):
+    """Let a copy of the process check something within a minute."""
+    child = os.fork()
+    if not child:
+        signal.alarm(60)
+        try:
+            os._exit(int(not check()))
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_hang():
+    """Threads of kernels are their own; those of torch do not survive a fork, so it has one."""
     inputs, mask = large()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
+    torch.ones(2000, 2000).exp()  # torch has started its threads
     try:
-        expected, _ = smat.smat_attention(mask=mask, **inputs, backend="native")
-        child = os.fork()
-        if not child:
-            signal.alarm(60)
+        expected, _ = attend(inputs, mask, backend="native")
+        deep, grads = attend(inputs, smat.SMatMask(512, 3), backend="native")
+
+        def check():
             call = causal.Causal(
                 *(inputs[name] for name in ("q", "k", "v", "log_decay")), None,
                 [(0, (smat.masks.Segment(0, 512, 0),))], "elu", True,
             )  # fmt: skip
             out, total = torch.empty_like(expected), torch.empty(expected.shape[:3])
             call.attend(out, total, adds=False)
-            torch.set_num_threads(1)  # a parallel operation of torch itself would wait for ever
-            os._exit(int(not torch.equal(out, expected)))
-        assert os.waitpid(child, 0)[1] == 0
+            torch.set_num_threads(1)  # as workers of a DataLoader do
+            again, grads_again = attend(inputs, smat.SMatMask(512, 3), backend="native")
+            same = all(torch.equal(x, grads_again[name]) for name, x in grads.items())
+            return same and torch.equal(out, expected) and torch.equal(again, deep)
+
+        run_in_fork(check)
     finally:
         torch.set_num_threads(before)
 
@@ -171,24 +197,34 @@ def test_numbers_that_are_not_finite_stay_so():
             assert not rows[41:].any() or name == "q"
 
 
+def run_tests(paths, environment, *options):
+    """Run tests, the slow ones left out, in another environment."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        [*command, *map(str, paths)], env=os.environ | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:3000]
+
+
+@pytest.mark.slow
+def test_every_test_of_the_op_with_kernels_alone():
+    """Calls that are too small for kernels take them too."""
+    others = [path for path in HERE.glob("test_*.py") if "native" not in path.name]
+    run_tests(sorted(others), {"SMAT_NATIVE": "always"})
+
+
 @pytest.mark.slow
 def test_under_sanitizers(tmp_path):
     """Address and undefined-behaviour checks over the grid; what is wrong ends the process."""
-    library = subprocess.run(
-        [*build.find_compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True
-    ).stdout.strip()
-    if not os.path.isabs(library):
+    libraries = []
+    for name in ("libasan.so", "libstdc++.so"):  # whose exceptions the sanitizer must find
+        ask = [*build.find_compiler(), f"-print-file-name={name}"]
+        libraries.append(subprocess.run(ask, capture_output=True, text=True).stdout.strip())
+    if not all(map(os.path.isabs, libraries)):
         pytest.skip("the compiler has no address sanitizer")
-    environment = os.environ | {
-        "SMAT_NATIVE_FLAGS": SANITIZERS, "LD_PRELOAD": library, "XDG_CACHE_HOME": str(tmp_path),
-        "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2",
+    environment = {
+        "SMAT_NATIVE_FLAGS": SANITIZERS, "LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "2",
+        "ASAN_OPTIONS": "detect_leaks=0", "XDG_CACHE_HOME": str(tmp_path),
     }  # fmt: skip
-    files = [__file__, str(Path(__file__).parents[1] / "delta_rule" / "test_native.py")]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(
-        [*command, "-k", "not sanitizers and not fork"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    paths = [*HERE.glob("test_native*.py"), HERE.parent / "delta_rule" / "test_native.py"]
+    run_tests(sorted(paths), environment, "-s", "-k", "not forked")

@@ -11,8 +11,9 @@ from smat.masks import Segment
 from smat.ops.feature_maps import inverse_or_zero
 from smat.ops.linear.decay import FORGETS
 from smat.ops.linear.native.causal import Causal, is_available
+from smat.ops.native.build import load
 from smat.ops.smat import attention as in_torch
-from smat.ops.smat.native.long_range import long_range, long_range_backward
+from smat.ops.smat.native.long_range import SOURCE, long_range, long_range_backward
 from smat.ops.smat.routing import Inputs, Options
 from smat.ops.smat.sequences import cut_sequences
 
@@ -22,7 +23,7 @@ def attend(inputs: Inputs, options: Options) -> tuple[Tensor, Tensor]:
 
     What queries see of distant keys is written into both; the causal kernel adds and divides.
     """
-    if not is_available():
+    if not is_available() or load(SOURCE) is None:
         return in_torch.attend(inputs, options)
     v, num_heads = inputs.v, max(inputs.q.shape[2], inputs.v.shape[2])
     wide = torch.promote_types(v.dtype, torch.float32)
@@ -51,7 +52,7 @@ def attend_backward(
 
     The causal kernel writes them, the long range adds its own.
     """
-    if not is_available(backward=True):
+    if not is_available(backward=True) or load(SOURCE) is None:
         return in_torch.attend_backward(inputs, options, grad_out, out, normalizer)
     given = {
         "q": inputs.q, "k": inputs.k, "v": inputs.v, **inputs.gates._asdict(),

@@ -6,7 +6,7 @@
 
 template <class T> struct Direct : Gradients<T> {
     using Row<T>::call, Row<T>::b, Row<T>::h, Row<T>::key_head, Row<T>::work, Row<T>::space;
-    using Row<T>::keys, Row<T>::queries;
+    using Row<T>::keys, Row<T>::queries, Row<T>::group;
     static constexpr index_t PIECE = 64, ROWS = 72;  // visits at a time, and with padding
     const index_t r, columns, features;              // widths of buffers; rows of a state
     T *left, *right, *answer, *pulled, *turned;
@@ -54,14 +54,45 @@ template <class T> struct Direct : Gradients<T> {
     };
     Query query_at(index_t place) const {
         const index_t visit = queries.visit[place];
-        return {call.first + visit % call.asking(), h * call.group() + visit / call.asking()};
+        if (group == 1) return {call.first + visit, h};  // a division takes long
+        return {call.first + visit % call.asking(), h * group + visit / call.asking()};
     }
-    void take_features(const T *x, T scale, T *to) const {
-        for (index_t i = 0; i < r; i += LANES<T>) store(to + i, Row<T>::features(x, i / LANES<T>) * scale);
+    // Features of visits to the left; each(i) gives a row and its scale. The map is known to the
+    // compiler, so that what it needs stays in registers.
+    template <int MAP, class Each> void map_rows(index_t count, Each each) const {
+        const index_t whole = call.key_dim / LANES<T> * LANES<T>, rest = call.key_dim - whole;
+        for (index_t i = 0; i < count; ++i) {
+            const auto [x, scale] = each(i);
+            T *to = left + i * features;
+            for (index_t f = 0; f < whole; f += LANES<T>) store(to + f, feature<T>(MAP, load(x + f)) * scale);
+            if (rest)
+                store(to + whole, keep<T>(feature<T>(MAP, load_some(x + whole, rest)), rest) * scale);
+        }
+    }
+    template <class Each> void take_features(index_t count, Each each) const {
+        if (call.map == ELU) map_rows<ELU>(count, each);
+        else if (call.map == RELU) map_rows<RELU>(count, each);
+        else map_rows<IDENTITY>(count, each);
     }
     void take_columns(const T *x, T scale, T *to) const {
         for (index_t i = 0; i < columns; i += LANES<T>)
             store(to + i, load_some(x + i, call.value_dim - i) * scale);
+    }
+    // Rows of a visit lie anywhere: they are asked for some visits before, those that are written
+    // while their piece is multiplied.
+    void fetch_key(index_t place) const {
+        if (place >= call.num_distant) return;
+        const index_t t = keys.visit[place];
+        prefetch<false>(call.k, b, key_head, t, 1, call.key_dim);
+        prefetch<false>(call.v, b, h, t, 1, call.value_dim);
+    }
+    void fetch_query(index_t place) const {
+        if (place >= call.visits()) return;
+        const Query ask = query_at(place);
+        prefetch<false>(call.q, b, this->query_head(ask.head), ask.t, 1, call.key_dim);
+        if (!call.backward) return;
+        prefetch<false>(call.grad_out, b, ask.head, ask.t, 1, call.value_dim);
+        prefetch<false>(call.out, b, ask.head, ask.t, 1, call.value_dim);
     }
     // use(first place, number of places, entry) for pieces of the visits of a fold.
     template <class Use> void each_piece(const Runs &runs, Use use) const {
@@ -82,11 +113,17 @@ template <class T> struct Direct : Gradients<T> {
         }
     }
     void take_keys(index_t at, index_t count, bool weighted) const {
+        take_features(count, [&](index_t i) {
+            const index_t t = keys.visit[at + i];
+            fetch_key(at + i + AHEAD);
+            return std::make_pair(call.k.at(b, t, key_head), weighted ? this->key_scale(t) : T(1));
+        });
         for (index_t i = 0; i < count; ++i) {
             const index_t t = keys.visit[at + i];
-            take_features(call.k.at(b, t, key_head), weighted ? this->key_scale(t) : T(1),
-                          left + i * features);
             take_columns(call.v.at(b, t, h), T(1), right + i * columns);
+            if (weighted) continue;
+            prefetch<true>(call.grad_k, b, key_head, t, 1, call.key_dim);
+            prefetch<true>(call.grad_v, b, h, t, 1, call.value_dim);
         }
     }
     void pool_keys(index_t fold) const {
@@ -100,11 +137,15 @@ template <class T> struct Direct : Gradients<T> {
 
     // Queries of a piece: features to the left, times weights or not.
     void take_queries(index_t at, index_t count, bool weighted) const {
-        for (index_t i = 0; i < count; ++i) {
+        take_features(count, [&](index_t i) {
             const Query ask = query_at(at + i);
+            fetch_query(at + i + AHEAD);
+            if (!call.backward) prefetch<true>(call.out, b, ask.head, ask.t, 1, call.value_dim);
+            else if (!weighted)
+                prefetch<true>(call.grad_q, b, this->query_head(ask.head), ask.t, 1, call.key_dim);
             const T weight = weighted ? this->weight(ask.t, ask.head, 0) : T(1);
-            take_features(this->query(ask.t, ask.head), weight, left + i * features);
-        }
+            return std::make_pair(this->query(ask.t, ask.head), weight);
+        });
     }
     // Their gradients of numerators to the right; those of normalisers come apart.
     void take_grads(index_t at, index_t count, T *numbers) const {

@@ -75,13 +75,16 @@ template <class T> struct Row {
     const Call<T> &call;
     const Space space;
     const index_t b, h, key_head;  // h among the heads of values
+    const index_t group, shared_query;  // heads of queries of its own; the one shared with others
     T **work;
     T *numbers;  // the normaliser of every visit, or its gradient; scales of gradients of answers
     Order keys, queries;
 
     Row(const Call<T> &c, index_t batch, index_t head, T **buffers, bool sorted = false)
         : call(c), space(c.field_size, c.ambient_dim), b(batch), h(head),
-          key_head(head / c.shared()), work(buffers), numbers(buffers[NUMBERS]) {
+          key_head(head / c.shared()), group(c.group()),
+          shared_query(head * c.query_heads / c.value_heads), work(buffers),
+          numbers(buffers[NUMBERS]) {
         int32_t *index = reinterpret_cast<int32_t *>(work[INDEX]);
         index = keys.take(index, call.num_distant, call.num_folds);
         int32_t *count = queries.take(index, call.visits(), call.num_folds);
@@ -127,7 +130,7 @@ template <class T> struct Row {
         return call.q.at(b, t, query_head(head));
     }
     index_t query_head(index_t head) const {
-        return head * call.query_heads / (call.value_heads * call.group());
+        return call.query_heads < call.value_heads ? shared_query : head;
     }
     T key_scale(index_t t) const {
         return one_or(call.key_gate, t, key_head) * one_or(call.write_weight, t, h) *
