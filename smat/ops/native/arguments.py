@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 import torch
 from torch import Tensor
@@ -42,5 +43,18 @@ def along_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def num_threads(work: int) -> int:
-    """Choose how many threads so many multiplications are worth, at most as many as torch has."""
-    return max(1, min(torch.get_num_threads(), work // THREAD_WORK))
+    """Choose how many threads so many multiplications are worth, at most as many as torch has.
+
+    The threads are torch's own, and none of them survives a fork.
+    """
+    return max(1, min(torch.get_num_threads(), work // THREAD_WORK, _most_threads))
+
+
+def _stay_alone() -> None:
+    global _most_threads
+    _most_threads = 1
+
+
+_most_threads = 1 << 30
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_stay_alone)

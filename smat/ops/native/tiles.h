@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <dlfcn.h>
 #include <limits>
 #include <system_error>
 #include <thread>
@@ -220,20 +221,31 @@ class FlushSubnormals {
 #endif
 };
 
-// Work off tasks in some threads, each of which says which of them it is. Threads are started for
-// the call: nothing is left that a fork could break or another library's threads could wait for.
+// OpenMP's own way into a parallel region, if torch has loaded a library of it. Its threads keep their
+// cores for some milliseconds after an operation of torch, waiting for the next: it had better be ours.
+using Region = void (*)(void (*)(void *), void *, unsigned, unsigned);
+inline Region parallel_region() {
+    static const auto found = reinterpret_cast<Region>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+    return found;
+}
+
+// Work off tasks in some threads, each of which says which of them it is.
 template <class Work>
 void in_threads(index_t num_tasks, index_t num_threads, Work work, bool flushes = false) {
-    std::atomic<index_t> next{0};
-    auto run = [&](index_t thread) {
+    std::atomic<index_t> next{0}, named{0};
+    auto run = [&] {
         FlushSubnormals flush(flushes);
+        const index_t thread = named.fetch_add(1);
         for (index_t task; (task = next.fetch_add(1)) < num_tasks;) work(task, thread);
     };
+    num_threads = std::min(num_threads, num_tasks);
+    if (num_threads > 1 && parallel_region())
+        return parallel_region()([](void *x) { (*static_cast<decltype(run) *>(x))(); }, &run, num_threads, 0);
     std::vector<std::thread> others;
     try {
-        for (index_t i = 1; i < std::min(num_threads, num_tasks); ++i) others.emplace_back(run, i);
+        for (index_t i = 1; i < num_threads; ++i) others.emplace_back(run);
     } catch (const std::system_error &) {  // the threads that there are do all of it
     }
-    run(0);
+    run();
     for (auto &each : others) each.join();
 }

@@ -159,7 +159,7 @@ def run_in_fork(check):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
 def test_a_forked_child_does_not_hang():
-    """Threads of kernels are their own; those of torch do not survive a fork, so it has one."""
+    """Kernels work in torch's threads, none of which survives a fork: there they take one."""
     inputs, mask = large()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
