@@ -154,7 +154,7 @@ class GatedDeltaNet(Mixer):
             reads = read_transported if call.share is None else read_over_ranks
             read, distant = reads(
                 self.memory.tokens_of(tokens), chosen, self.memory.read_mask(mask), call,
-                self.memory.neighbours(chosen, bin_position, mask),
+                self.memory.neighbours(chosen, bin_position, mask), erases=self.memory.erases,
             )  # fmt: skip
             y = y + read
         gate = [] if self.g_proj is None else [self.g_proj(x).view_as(y)]

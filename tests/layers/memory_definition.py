@@ -48,7 +48,9 @@ def call(memory, tokens, info=None, branch="long_range"):
     read_mask = memory.read_mask(mask)
     if isinstance(memory, TransportedMemory):
         given = memory.tokens_of(DeltaTokens(q, k, v, beta, log_decay))
-        out, state = read_transported(given, chosen, read_mask, info, neighbours)
+        out, state = read_transported(
+            given, chosen, read_mask, info, neighbours, erases=memory.erases
+        )
         return out, info.cache(memory=state, routing=routing, mask=mask)
     per_token = {"log_decay": log_decay, **chosen._asdict()}
     if info.past is not None:
@@ -105,7 +107,7 @@ def additive_reads(tokens, write_weight, profile, reads, mask):
     return torch.stack(outputs, 1)
 
 
-def transported_reads(tokens, ste_weight, profile, reads, mask):
+def transported_reads(tokens, ste_weight, profile, reads, mask, decay):
     """Step every profile by A_j, up to the query; only distant tokens write: (B, T, H, V)."""
     k, v, beta = (tokens[name] for name in ("k", "v", "beta"))
     geometry = mask.geometry
@@ -113,7 +115,8 @@ def transported_reads(tokens, ste_weight, profile, reads, mask):
     table = k.new_zeros(*k[:, 0].shape[:2], geometry.num_profiles, k.shape[3], v.shape[3])
     outputs = []
     for t in range(k.shape[1]):
-        table = transition_reference(k, beta, tokens.get("log_decay"), t).unsqueeze(2) @ table
+        if decay != "none":
+            table = transition_reference(k, beta, tokens.get("log_decay"), t).unsqueeze(2) @ table
         if t < mask.schedule.anchor:
             chosen = torch.nn.functional.one_hot(profile[:, t], geometry.num_profiles)
             write = (ste_weight * beta)[:, t, :, None] * k[:, t]
@@ -142,7 +145,8 @@ def define(memory, tokens, mask):
     reads, position = memory.learned(tokens["hidden"], mask.geometry)
     gate = memory.read_gate(tokens["hidden"]).unsqueeze(-1)
     reads = reads._replace(read_weight=reads.read_weight * gate)
-    if memory.settings.memory_decay == "none" and tokens.get("log_decay") is not None:
+    decay = memory.settings.memory_decay
+    if decay != "backbone" and tokens.get("log_decay") is not None:
         tokens = tokens | {"log_decay": torch.zeros_like(tokens["log_decay"])}
     writes = [(reads.write_weight, reads.profile)]
     if memory.settings.straight_through == "neighbour":
@@ -150,7 +154,7 @@ def define(memory, tokens, mask):
     mask, total = memory.read_mask(mask), 0
     for weight, profile in writes:
         if isinstance(memory, TransportedMemory):
-            total = total + transported_reads(tokens, weight, profile, reads, mask)
+            total = total + transported_reads(tokens, weight, profile, reads, mask, decay)
         else:
             weight = weight * memory.write_gate(tokens["hidden"])
             total = total + additive_reads(tokens, weight, profile, reads, mask)

@@ -46,9 +46,9 @@ def delta_rule(*tokens, initial_state, output_final_state, chunk_size):
     return delta_rule_reference(*tokens)
 
 
-def read_transported(tokens, routing, mask, info, neighbours):
-    ones = torch.ones_like(tokens.beta)
-    return transported_reads(tokens._asdict(), ones, routing.profile, routing, mask), None
+def read_transported(tokens, routing, mask, info, neighbours, erases):
+    ones, decay = torch.ones_like(tokens.beta), "backbone" if erases else "none"
+    return transported_reads(tokens._asdict(), ones, routing.profile, routing, mask, decay), None
 
 
 def by_levels(q, k, v, level_weights, log_decay, beta=None, *, scale=1.0, **_):

@@ -43,7 +43,7 @@ MASKS = {
 
 SETTINGS = {
     "default": MemorySettings(), "paper": MemorySettings.paper(),
-    "convolved": MemorySettings(selector_conv=6),
+    "convolved": MemorySettings(selector_conv=6), "erase": MemorySettings(memory_decay="erase"),
 }  # fmt: skip
 
 

@@ -61,7 +61,9 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize(("kind", "mask"), CASES)
 @pytest.mark.parametrize(
-    "settings", [MemorySettings(selector_conv=6), "paper"], ids=["own", "paper"]
+    "settings",
+    [MemorySettings(selector_conv=6), MemorySettings(memory_decay="erase"), "paper"],
+    ids=["own", "erase", "paper"],
 )
 def test_prefill_then_steps_give_the_whole_at_every_split(kind, mask, settings):
     memory, tokens = make(kind, mask, settings=settings), tokens_for(kind)

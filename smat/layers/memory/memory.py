@@ -247,6 +247,11 @@ class TransportedMemory(Memory):
     def check_mask(self, mask: SMatMask) -> None:
         boundary_of(mask)
 
+    @property
+    def erases(self) -> bool:
+        """Whether k k' of later tokens takes something from what was written."""
+        return self.settings.memory_decay != "none"
+
     def tokens_of(self, tokens: DeltaTokens) -> DeltaTokens:
         """Take from a backbone's tokens the decay that this memory does without."""
         kept = self.settings.memory_decay == "backbone"

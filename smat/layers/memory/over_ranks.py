@@ -14,10 +14,16 @@ from torch import Tensor
 
 from smat.distributed.exchange import gather, scan_rows, without_autocast
 from smat.layers.call import CallInfo
-from smat.layers.memory.transport import DeltaTokens, TransportState, boundary_of, written_by
+from smat.layers.memory.transport import (
+    DeltaTokens,
+    TransportState,
+    boundary_of,
+    carry_keys,
+    carry_queries,
+    written_by,
+)
 from smat.masks import SMatMask
 from smat.ops import SMatState
-from smat.ops.delta_rule import transport_keys, transport_queries
 from smat.ops.smat.carried import OLDER, CarriedGroups
 from smat.ops.smat.groups import SortedGroups, pool_groups, read_groups
 from smat.ops.smat.pieces import Carried
@@ -41,6 +47,8 @@ def read_over_ranks(
     mask: SMatMask,
     call: CallInfo,
     neighbours: Iterable[Routing] = (),
+    *,
+    erases: bool = True,
 ) -> tuple[Tensor, TransportState | None]:
     """Do what `read_transported` does, for the tokens of a rank: (B, T, H, V), and the state."""
     num_distant = boundary_of(mask)
@@ -48,22 +56,15 @@ def read_over_ranks(
     recent, distant = tokens.close(is_distant), tokens.close(~is_distant)
     if call.real is not None:
         recent, distant = recent.close(~call.real), distant.close(~call.real)
-    q, k, v = tokens.q, tokens.k, tokens.v
-    keys = transport_keys(k, distant.beta, distant.log_decay)
-    _, before = transport_queries(
-        q, k, distant.beta, distant.log_decay, output_final_transition=True
-    )
-    queries, behind = transport_queries(
-        q, k, recent.beta, recent.log_decay, output_final_transition=True
-    )
-    assert before is not None
-    assert behind is not None
-    carried = CarriedTokens(queries, keys, v, before, behind)
+    keys = carry_keys(distant, erases)
+    _, before = carry_queries(distant, erases)
+    queries, behind = carry_queries(recent, erases)
+    carried = CarriedTokens(queries, keys, tokens.v, before, behind)
     read, table = _read(carried, routing, mask, call)
     detached = CarriedTokens(*(x.detach() for x in carried))
     for each in neighbours:
         read = read + _read(detached, each, mask, call)[0]
-    out = call.close(read.masked_fill(is_distant[..., None, None], 0).to(v.dtype))
+    out = call.close(read.masked_fill(is_distant[..., None, None], 0).to(tokens.v.dtype))
     if not call.use_cache:
         return out, None
     return out, _state(tokens, routing, table.detach(), mask, call)

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
-MemoryDecay = Literal["none", "backbone"]
+MemoryDecay = Literal["none", "erase", "backbone"]
 MemoryValue = Literal["input", "step"]
 StraightThrough = Literal["neighbour", "one_sided"]
 RouterInit = Literal["previous_token", "average", "random"]
@@ -29,8 +29,9 @@ class MemorySettings:
     ValueError: gate_init must lie between 0 and 1, got 1.5
 
     memory_decay: "none" keeps what was written ("all SMat masks were gated in the recurrent
-        section"); of a delta rule it keeps I - beta k k' and drops a. "backbone" reuses the
-        backbone's retention factor, as appendix "Memory updates" says.
+        section"). "backbone" reuses the backbone's transitions, as appendix "Memory updates" says.
+        "erase" is between them for a delta rule: it keeps I - beta k k' and drops a. Under it
+        Gated DeltaNet with one head never left the plateau of MQAR, with two late.
     memory_value: "input" writes v = x, since omega is "an independent write gate"; "step" writes
         what Mamba-2's recurrence does, step x. Gated DeltaNet has no step, and takes no notice.
     gate_init: where read and write gates begin. The paper names no value; ours were 0.1.

@@ -7,6 +7,7 @@ Every profile undergoes the backbone's transitions, and only the chosen one rece
 All profiles share the transitions, so keys are carried to the boundary n and pooled additively,
 and queries are carried back to it: O(T) work, never a product of matrices a token. At the boundary
 it is SMat-Attention between carried queries and carried keys, to which recent tokens add nothing.
+A memory that keeps what was written (`erases` False) has A_j = I: nothing needs to be carried.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ def read_transported(
     mask: SMatMask,
     call: CallInfo,
     neighbours: Sequence[Routing] = (),
+    *,
+    erases: bool = True,
 ) -> tuple[Tensor, TransportState | None]:
     """Return what the tokens of a call read of the distant ones, (B, T, H, V), and the state.
 
@@ -90,13 +93,11 @@ def read_transported(
         tokens = tokens.close(~call.real)
     if past is not None:
         with torch.no_grad():
-            return _decode(tokens, routing, mask, call, past)
+            return _decode(tokens, routing, mask, call, past, erases)
     out, tables, transition = torch.zeros_like(tokens.v), None, None
     if num_distant < call.length:
-        q, k, _, beta, log_decay = tokens.cut(slice(num_distant, None))
-        queries, transition = transport_queries(q, k, beta, log_decay, output_final_transition=True)
-        _, k, _, beta, log_decay = tokens.cut(slice(num_distant))
-        keys = transport_keys(k, beta, log_decay)
+        queries, transition = carry_queries(tokens.cut(slice(num_distant, None)), erases)
+        keys = carry_keys(tokens.cut(slice(num_distant)), erases)
         queries = F.pad(queries, (0, 0, 0, 0, num_distant, 0))
         keys = F.pad(keys, (0, 0, 0, 0, 0, call.length - num_distant))
         given = (queries, keys, tokens.v, mask, replace(call, real=None))  # padding is closed
@@ -115,8 +116,39 @@ def read_transported(
     return out, TransportState(distant, profile, tables, transition)
 
 
+def carry_keys(tokens: DeltaTokens, erases: bool) -> Tensor:
+    """Carry what tokens write, beta k, to the end of the last one."""
+    if not erases:
+        return tokens.k * tokens.beta.unsqueeze(-1)
+    return transport_keys(tokens.k, tokens.beta, tokens.log_decay)
+
+
+def carry_queries(
+    tokens: DeltaTokens, erases: bool, before: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Carry queries, times K^-1/2, back to the first token and past the transitions `before` it.
+
+    With them comes the product of all transitions (B, H, K, K).
+    """
+    q, k, _, beta, log_decay = tokens
+    if not erases:
+        batch, _, heads, width = k.shape
+        eye = torch.eye(width, dtype=k.dtype, device=k.device)
+        return q * width**-0.5, eye.expand(batch, heads, width, width)
+    queries, product = transport_queries(
+        q, k, beta, log_decay, initial_transition=before, output_final_transition=True
+    )
+    assert product is not None
+    return queries, product
+
+
 def _decode(
-    tokens: DeltaTokens, routing: Routing, mask: SMatMask, call: CallInfo, past: TransportState
+    tokens: DeltaTokens,
+    routing: Routing,
+    mask: SMatMask,
+    call: CallInfo,
+    past: TransportState,
+    erases: bool,
 ) -> tuple[Tensor, TransportState]:
     """Take in tokens after those of a state; rows may stand at different positions."""
     assert call.past is not None
@@ -126,18 +158,15 @@ def _decode(
         distant = _wait(distant, written_by(tokens), call)
         profile = _wait(profile, routing.profile, call)
         if bool(((begin <= num_distant) & (end > num_distant)).any()):
-            tables = _carry(distant[:, :-1], profile[:, :-1], tokens, mask)
+            tables = _carry(distant[:, :-1], profile[:, :-1], tokens, mask, erases)
         if bool((end > num_distant).all()):
             distant = profile = None
     out = torch.zeros_like(tokens.v)
     if tables is not None:
         is_distant = call.positions() < num_distant
-        q, k, _, beta, log_decay = tokens.close(is_distant)
-        queries, transition = transport_queries(
-            q, k, beta, log_decay, initial_transition=transition, output_final_transition=True
-        )
+        queries, transition = carry_queries(tokens.close(is_distant), erases, transition)
         out, tables = attend_after(
-            tables, queries, torch.zeros_like(k), out, call, query_type=routing.query_type,
+            tables, queries, torch.zeros_like(tokens.k), out, call, query_type=routing.query_type,
             read_weight=routing.read_weight,
         )  # fmt: skip
         out = out.masked_fill(is_distant[..., None, None], 0)
@@ -162,10 +191,13 @@ def _wait(held: Tensor | None, new: Tensor | None, call: CallInfo) -> Tensor:
     return (held if call.inplace else held.clone()).scatter_(1, index, new.to(held.dtype))
 
 
-def _carry(distant: Tensor, profile: Tensor, like: DeltaTokens, mask: SMatMask) -> SMatState:
+def _carry(
+    distant: Tensor, profile: Tensor, like: DeltaTokens, mask: SMatMask, erases: bool
+) -> SMatState:
     """Carry distant tokens to the boundary and pool them there."""
     k, v, gates = distant.split([like.k.shape[-1], like.v.shape[-1], 2], -1)
-    keys = transport_keys(k, gates[..., 0], None if like.log_decay is None else gates[..., 1])
+    log_decay = None if like.log_decay is None else gates[..., 1]
+    keys = carry_keys(DeltaTokens(k, k, v, gates[..., 0], log_decay), erases)
     return SMatState.after(
         keys, v, mask, routing=Routing(profile=profile), feature_map="identity", normalize=False,
         branch="long_range",
