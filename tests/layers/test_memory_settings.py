@@ -120,7 +120,7 @@ def test_what_does_not_fit_is_refused_at_construction():
         GatedDeltaNet(16, **DELTA, memory=memory)
     with pytest.raises(ValueError, match="no heads of 24"):
         Mamba2.with_memory(16, **SMALL, head_dim=24)
-    with pytest.raises(ValueError, match="none, backbone, got 'some'"):
+    with pytest.raises(ValueError, match="none, erase, backbone, got 'some'"):
         MemorySettings(memory_decay="some")
     with pytest.raises(ValueError, match="got 'papers'"):
         Mamba2.with_memory(16, **SMALL, **MAMBA, settings="papers")
