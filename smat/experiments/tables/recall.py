@@ -76,25 +76,25 @@ def recall_arms(
 
         def arm(
             how: str, mixer: str, width: int = width, training: TrainingConfig = training,
-            label: str = label, options: dict[str, Any] = options, **more: Any,
+            label: str = label, options: dict[str, Any] = options, revision: int = 2, **more: Any,
         ) -> Arm:  # fmt: skip
             # Revision 2: weights of levels and the hash's gain do not decay any more.
             model = two_layers(mixer, width, **options, **more)
-            return Arm(f"{label}{how}", task, model, training, revision=2)
+            return Arm(f"{label}{how}", task, model, training, revision)
 
         rows[name] = arm("", name)
         rows[f"{name}_matched"] = arm(", parameters matched", name, matched_width)
         rows[f"{name}_log_linear"] = arm(", Log-Linear", f"{name}_log_linear")
-        for suffix, how, settings in (("", "", "default"), ("_text", ", as the text", "paper")):
+        # Revision 3: later tokens erase nothing of a delta rule's memory any more.
+        learns = 3 if name == "gated_deltanet" else 2
+        for suffix, how, settings, revision in (
+            ("", "", "default", learns), ("_text", ", as the text", "paper", 2),
+        ):  # fmt: skip
             for d in (2, 3, 4):
                 rows[f"{name}_smat_d{d}{suffix}"] = arm(
                     f" + SMat (d = {d}){how}", f"{name}_smat", training=balanced, vc_dim=d,
-                    settings=settings,
+                    settings=settings, revision=revision,
                 )  # fmt: skip
-                if name == "gated_deltanet" and settings == "default":
-                    # Revision 3: later tokens erase nothing of the memory any more.
-                    kept = f"{name}_smat_d{d}"
-                    rows[kept] = replace(rows[kept], revision=3)
     return rows
 
 

@@ -48,7 +48,7 @@ def read_over_ranks(
     call: CallInfo,
     neighbours: Iterable[Routing] = (),
     *,
-    erases: bool = True,
+    erases: bool,
 ) -> tuple[Tensor, TransportState | None]:
     """Do what `read_transported` does, for the tokens of a rank: (B, T, H, V), and the state."""
     num_distant = boundary_of(mask)

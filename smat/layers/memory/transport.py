@@ -76,7 +76,7 @@ def read_transported(
     call: CallInfo,
     neighbours: Sequence[Routing] = (),
     *,
-    erases: bool = True,
+    erases: bool,
 ) -> tuple[Tensor, TransportState | None]:
     """Return what the tokens of a call read of the distant ones, (B, T, H, V), and the state.
 
@@ -119,7 +119,7 @@ def read_transported(
 def carry_keys(tokens: DeltaTokens, erases: bool) -> Tensor:
     """Carry what tokens write, beta k, to the end of the last one."""
     if not erases:
-        return tokens.k * tokens.beta.unsqueeze(-1)
+        return tokens.k * tokens.beta.unsqueeze(-1).to(tokens.k.dtype)
     return transport_keys(tokens.k, tokens.beta, tokens.log_decay)
 
 
