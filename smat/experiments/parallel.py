@@ -6,7 +6,8 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -144,7 +145,7 @@ class RayEngine:
                 for run in by_key.values()
             }
             while open_tasks:
-                if should_stop():  # told before waiting: a run that waits for word frees a core
+                if should_stop():
                     board.stop.remote()
                 ready, _ = ray.wait(list(open_tasks), timeout=POLL_SECONDS)
                 for key, progress in ray.get(board.take.remote()):
@@ -195,9 +196,40 @@ def make_remotely(run: Run, folder: Path, device: str, board: Any) -> Outcome:
     cores = ray.get_runtime_context().get_assigned_resources().get("CPU", 1)
     torch.set_num_threads(max(1, int(cores)))
     tell = partial(board.tell.remote, run.key)
-    should_stop = now_and_then(lambda: ray.get(board.stopping.remote()), POLL_SECONDS)
     device = "cuda" if device.startswith("cuda") else device  # Ray shows a run one GPU
-    return attempt(run, folder, device, tell, should_stop)
+    with _watched(lambda: ray.get(board.stopping.remote()), POLL_SECONDS) as should_stop:
+        return attempt(run, folder, device, tell, should_stop)
+
+
+@contextlib.contextmanager
+def _watched(ask: Callable[[], bool], seconds: float) -> Iterator[ShouldStop]:
+    """Ask again and again in a thread; give what tells the last answer and waits for the first.
+
+    The first thread of a Ray task may not ask: while it waits Ray lends its core to another run.
+    """
+    asked, stop, over = threading.Event(), threading.Event(), threading.Event()
+
+    def watch() -> None:
+        try:
+            while not ask():
+                asked.set()
+                if over.wait(seconds):
+                    return
+        finally:  # also where nobody answers any more: then nobody waits for the run
+            stop.set()
+            asked.set()
+
+    def should_stop() -> bool:
+        asked.wait()
+        return stop.is_set()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield should_stop
+    finally:
+        over.set()
+        thread.join(END_SECONDS)
 
 
 @contextlib.contextmanager
