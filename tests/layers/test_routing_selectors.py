@@ -58,6 +58,29 @@ def test_factored_scores_number_types_as_the_geometry_does():
 
 
 @pytest.mark.parametrize("kind", [TopTypes, FactoredTopTypes])
+def test_a_single_read_is_the_best_with_weight_one_and_learns(kind):
+    geometry = Geometry(3, 5)
+    one, several = (kind(HIDDEN, HEADS, geometry, num_reads).double() for num_reads in (1, 4))
+    one.load_state_dict(several.state_dict())
+    hidden = draw(7, HIDDEN)
+    reads = one(hidden)
+    assert torch.equal(reads.query_type, several(hidden).query_type[..., :1])
+    assert torch.equal(reads.read_weight, torch.ones(7, HEADS, 1, dtype=torch.float64))
+    # A larger read of every token: its score rises, those of the others fall.
+    reads.read_weight.sum().backward()
+    bias_grad = one.scorer.bias.grad.view(HEADS, -1)
+    parts = bias_grad.split([6, 5], -1) if kind is FactoredTopTypes else [bias_grad]
+    for part in parts:
+        torch.testing.assert_close(part.sum(-1), torch.zeros(HEADS, dtype=torch.float64))
+    assert (bias_grad != 0).all()
+    alone = kind(HIDDEN, HEADS, geometry, 1).double()
+    read = alone(hidden[:1])
+    read.read_weight.sum().backward()
+    rising = alone.scorer.bias.grad.view(HEADS, -1) > 0
+    assert rising.sum() == HEADS * len(parts)
+
+
+@pytest.mark.parametrize("kind", [TopTypes, FactoredTopTypes])
 def test_gradients_pass_through_chosen_scores_only(kind):
     geometry = Geometry(3, 5)
     selector = kind(HIDDEN, HEADS, geometry).double()

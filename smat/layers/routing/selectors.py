@@ -63,7 +63,8 @@ class TopTypes(Selector):
     >>> reads.query_type.shape, torch.allclose(reads.read_weight.sum(-1), torch.ones(4, 10, 2))
     (torch.Size([4, 10, 2, 4]), True)
 
-    Gradients pass through the chosen scores only, as ordinary derivatives of the softmax.
+    Gradients pass through the chosen scores only, as ordinary derivatives of the softmax. A single
+    read has no other to be weighed against: its gradient is straight through, see `best_of`.
     Cost: T B hidden_size, B = `geometry.num_types` ~ T^(1 - 1/d); backward T k hidden_size.
     Paper: l = the scores, Top4 = `num_reads` of them, R = `read_weight`.
     """
@@ -72,6 +73,9 @@ class TopTypes(Selector):
         return self.geometry.num_types
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
+        if self.num_reads == 1:
+            query_type, weight = best_of(self.score(hidden))
+            return Routing(query_type=query_type, read_weight=weight)
         with torch.no_grad():
             scores = self.score(hidden)
             query_type = scores.topk(self.num_reads, dim=-1).indices
@@ -96,6 +100,10 @@ class FactoredTopTypes(Selector):
 
     def forward(self, hidden: Tensor, profile: Tensor | None = None) -> Routing:
         scores = self.score(hidden).split([self.num_directions, self.num_offsets], -1)
+        if self.num_reads == 1:
+            (direction, one), (offset, other) = map(best_of, scores)
+            query_type = direction * self.num_offsets + offset
+            return Routing(query_type=query_type, read_weight=one * other)
         best = [each.topk(min(self.num_reads, each.shape[-1]), dim=-1) for each in scores]
         (direction_score, direction), (offset_score, offset) = best
         sums = (direction_score.unsqueeze(-1) + offset_score.unsqueeze(-2)).flatten(-2)
@@ -113,9 +121,7 @@ class OwnHyperplane(Selector):
     >>> reads.query_type.shape, bool((reads.read_weight == 1).all())
     (torch.Size([4, 10, 2, 1]), True)
 
-    The direction is the best of A learned scores. The read weight 1 + p - sg(p), p the softmax
-    probability of the chosen direction, is 1 and passes the gradient of a larger read on to all A
-    scores: a biased straight-through estimate. Cost: T A hidden_size.
+    The direction is the best of A learned scores, see `best_of`. Cost: T A hidden_size.
     """
 
     needs_own_profile = True
@@ -124,10 +130,9 @@ class OwnHyperplane(Selector):
         return self.num_directions
 
     def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
-        probability, direction = self.score(hidden).softmax(-1).max(-1)
-        weight = 1 + (probability - probability.detach())  # exactly 1
-        query_type = type_through_cell(self.geometry, direction, profile)
-        return Routing(query_type=query_type.unsqueeze(-1), read_weight=weight.unsqueeze(-1))
+        direction, weight = best_of(self.score(hidden))
+        query_type = type_through_cell(self.geometry, direction.squeeze(-1), profile)
+        return Routing(query_type=query_type.unsqueeze(-1), read_weight=weight)
 
 
 class OwnCell(nn.Module):
@@ -174,6 +179,20 @@ def point_mask(mask: SMatMask) -> SMatMask:
     """
     cells = {"vc_dim": 2, "field_size": next_prime(mask.geometry.num_profiles)}
     return SMatMask.from_dict({**mask.to_dict(), **cells})
+
+
+def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Choose the best of scores (..., B), and give it the weight 1 that can be learned from.
+
+    >>> chosen, weight = best_of(torch.tensor([0.0, 2.0, 1.0], requires_grad=True))
+    >>> chosen, weight
+    (tensor([1]), tensor([1.], grad_fn=<AddBackward0>))
+
+    The weight is 1 + p - sg(p), p the softmax probability of the chosen one: the gradient of a
+    larger read passes on to all B scores, a biased straight-through estimate.
+    """
+    probability, chosen = scores.softmax(-1).max(-1, keepdim=True)
+    return chosen, 1 + (probability - probability.detach())  # exactly 1
 
 
 def chosen_scores(
