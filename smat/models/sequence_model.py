@@ -23,6 +23,7 @@ class ModelConfig:
     num_layers: int = 1
     options: Mapping[str, Option] = field(default_factory=dict)
     learned_positions: bool = False
+    position_std: float = 0.02  # of the positions at the start
     mlp_ratio: float = 0.0
     norm: str = "rms"
     tied: bool = False
@@ -44,7 +45,8 @@ class SequenceModel(nn.Module):
 
     Tokens, payloads and learned positions (where the task and the configuration have them) are
     embedded and added up. Behind the last mixer only the given rows are computed: their MLP, norm
-    and read-out. `tied` reads out with the token embedding.
+    and read-out. `tied` reads out with the token embedding. A learned memory hashes the sum: with
+    positions that start at 0 (`position_std`) a key has one address wherever it stands.
     """
 
     def __init__(self, config: ModelConfig, task: SequenceTask) -> None:
@@ -64,9 +66,10 @@ class SequenceModel(nn.Module):
         )
         self.norm = make_norm(config.norm, width)
         self.head = nn.Linear(width, task.num_outputs, bias=not config.tied)
-        for table in (self.tokens.weight if self.tokens else None, self.positions):
-            if table is not None:
-                nn.init.normal_(table, std=0.02)
+        if self.tokens is not None:
+            nn.init.normal_(self.tokens.weight, std=0.02)
+        if self.positions is not None:
+            nn.init.normal_(self.positions, std=config.position_std)
         if config.tied:
             if self.tokens is None or task.vocab_size != task.num_outputs:
                 raise ValueError("a tied read-out needs as many tokens as outputs")

@@ -124,6 +124,25 @@ def test_boundary_schedules_take_longer_inputs_than_they_were_made_for(name):
         assert model(rows=batch.rows, **batch.inputs).isfinite().all()
 
 
+@pytest.mark.parametrize("position_std", [0.0, 0.02])
+def test_positions_that_start_at_zero_leave_a_key_one_address(position_std):
+    task = MultiKeyRecall(num_keys=1, seq_len=128)
+    options = {"head_dim": 16, "state_dim": 16, "vc_dim": 3}
+    config = ModelConfig(
+        "mamba2_smat", 64, options=options, learned_positions=True, position_std=position_std
+    )
+    torch.manual_seed(0)
+    model = config.build(task)
+    assert abs(model.positions.detach().std().item() - position_std) < 1e-3
+    # One key at every place, a marker behind it: the token before is the key at every marker.
+    ids = torch.tensor([1, task.marker]).repeat(1, 64)
+    embedded = model.tokens(ids) + model.positions
+    block = model.blocks[0]
+    routing, _ = block.mixer.memory.learned(block.norm(embedded))
+    addresses = routing.profile[0, 1::2]
+    assert bool((addresses == addresses[:1]).all()) == (position_std == 0)
+
+
 def test_unknown_mixers_norms_and_options_are_refused():
     with pytest.raises(ValueError, match="one of softmax"):
         ModelConfig("transformer", 16).build(KEYS)
