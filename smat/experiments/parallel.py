@@ -197,12 +197,12 @@ def make_remotely(run: Run, folder: Path, device: str, board: Any) -> Outcome:
     torch.set_num_threads(max(1, int(cores)))
     tell = partial(board.tell.remote, run.key)
     device = "cuda" if device.startswith("cuda") else device  # Ray shows a run one GPU
-    with _watched(lambda: ray.get(board.stopping.remote()), POLL_SECONDS) as should_stop:
+    with watched(lambda: ray.get(board.stopping.remote()), POLL_SECONDS) as should_stop:
         return attempt(run, folder, device, tell, should_stop)
 
 
 @contextlib.contextmanager
-def _watched(ask: Callable[[], bool], seconds: float) -> Iterator[ShouldStop]:
+def watched(ask: Callable[[], bool], seconds: float) -> Iterator[ShouldStop]:
     """Ask again and again in a thread; give what tells the last answer and waits for the first.
 
     The first thread of a Ray task may not ask: while it waits Ray lends its core to another run.

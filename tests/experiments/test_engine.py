@@ -18,7 +18,7 @@ from tiny import TinyConfig, changed
 from smat.experiments.cli import parse_seeds, stop_on_signal
 from smat.experiments.display import Display
 from smat.experiments.engine import Outcome, SerialEngine, run_all
-from smat.experiments.parallel import ProcessEngine
+from smat.experiments.parallel import ProcessEngine, watched
 from smat.experiments.store import Store, claim
 from smat.training import Progress
 from smat.training.checkpoint import CURRENT, WEIGHTS
@@ -209,3 +209,27 @@ def test_time_left_is_guessed_from_the_steps_made_by_this_command(monkeypatch):
     assert display.left_text() == "0:04:30 left"
     display.ended(Outcome(RUNS[1], "failed"))
     assert display.left_text() == "0:03:00 left"
+
+
+def test_whether_to_stop_is_asked_in_another_thread_until_the_run_is_over():
+    stop, askers = threading.Event(), set()
+
+    def ask():
+        askers.add(threading.current_thread())
+        time.sleep(0.05)
+        return stop.is_set()
+
+    with watched(ask, seconds=0.01) as should_stop:
+        assert not should_stop()
+        stop.set()
+        until = time.monotonic() + 30
+        while not should_stop() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert should_stop()
+    with watched(ask, seconds=0.01) as should_stop:
+        assert should_stop()  # the first answer is waited for: this run does not begin
+    stop.clear()
+    with watched(ask, seconds=0.01) as should_stop:
+        assert not should_stop()
+    assert threading.current_thread() not in askers
+    assert not any(thread.is_alive() for thread in askers)
