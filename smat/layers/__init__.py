@@ -8,19 +8,26 @@ from smat.layers.memory.memory import Memory, ProfileMemory, TransportedMemory, 
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
-from smat.layers.routing.hashed import DirectedRouting, HashedRouting
-from smat.layers.routing.learned import (
-    LearnedRouting,
+from smat.layers.routing.balance import (
     balance_loss,
     balance_weight,
+    hyperplane_balance,
     sum_balance_losses,
 )
+from smat.layers.routing.hashed import DirectedRouting, HashedRouting
+from smat.layers.routing.learned import LearnedRouting
 from smat.layers.routing.routers import (
     ContentRouting,
     PositionalRouting,
     Router,
 )
-from smat.layers.routing.selectors import FactoredTopTypes, OwnCell, OwnHyperplane, TopTypes
+from smat.layers.routing.selectors import (
+    FactoredTopTypes,
+    OwnCell,
+    OwnHyperplane,
+    RequestHyperplane,
+    TopTypes,
+)
 from smat.layers.smat_attention import SMatAttention
 from smat.layers.softmax_attention import SoftmaxAttention
 
@@ -28,7 +35,8 @@ __all__ = [
     "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
     "GatedDeltaNet", "HashedRouting", "LayerCaches", "LearnedRouting", "LogLinearGatedDeltaNet",
     "LogLinearMamba2", "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache",
-    "MixtureOfMemories", "OwnCell", "OwnHyperplane", "PositionalRouting", "ProfileMemory", "Router",
-    "SMatAttention", "SoftmaxAttention", "TopTypes", "TransportedMemory", "balance_loss",
-    "balance_weight", "kept_mask", "sum_balance_losses",
+    "MixtureOfMemories", "OwnCell", "OwnHyperplane", "PositionalRouting", "ProfileMemory",
+    "RequestHyperplane", "Router", "SMatAttention", "SoftmaxAttention", "TopTypes",
+    "TransportedMemory", "balance_loss", "balance_weight", "hyperplane_balance", "kept_mask",
+    "sum_balance_losses",
 ]  # fmt: skip

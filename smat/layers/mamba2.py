@@ -93,6 +93,8 @@ class Mamba2(Mixer):
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         if memory is not None:
             memory.check_layer(hidden_size, num_heads)
+            if memory.settings.key_init == "positive" and not conv_bias:
+                raise ValueError("key_init = 'positive' is a bias, but conv_bias is False")
         self.memory = memory
         self.extra_inputs = () if memory is None else ("mask",)
         self.plain_mask = SMatMask(1, vc_dim=1, boundary=none())
@@ -128,6 +130,9 @@ class Mamba2(Mixer):
         init_step_bias_(self.dt_bias)
         init_decay_rate_(self.A_log, 1.0, 16.0)
         keep_from_decay_(nn.init.ones_(self.D))
+        if self.memory is not None and self.memory.settings.key_init == "positive":
+            assert self.conv.bias is not None
+            nn.init.ones_(self.conv.bias[self.inner_size :])
 
     @property
     def inner_size(self) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from smat import layers
 from smat.geometry import Geometry
+from smat.layers.memory.settings import KeyInit
 from smat.masks import BoundarySchedule, doubling, kept, none, window
 from smat.masks.boundary import schedule_from_dict
 
@@ -152,12 +153,15 @@ def _mamba2_memory(
     selector_conv: int = 0,
     request_tokens: int = 1,
     selector: str = "top_types",
+    key_init: KeyInit | None = None,
     boundary: Boundary | None = None,
     **layer: Any,
 ) -> layers.Mixer:
     """Add a memory with learned routing: a geometry for each length, or a boundary schedule."""
     num_heads = expand * width // head_dim
     chosen = _settings(settings, selector_conv, request_tokens)
+    if key_init is not None:
+        chosen = replace(chosen, key_init=key_init)
     options: dict[str, Any] = {"vc_dim": vc_dim, "settings": chosen, "selector": selector}
     if boundary is None:
         memory = layers.ProfileMemory.for_lengths(width, num_heads, lengths=task.lengths, **options)
@@ -188,7 +192,7 @@ def _gated_deltanet_memory(
 
 
 def _settings(name: str, selector_conv: int, request_tokens: int) -> layers.MemorySettings:
-    """Return the settings of a memory: "default" learns, "paper" is what the paper's text says."""
+    """Return the settings of a memory by name, and what is read in a request."""
     named = layers.MemorySettings.named(name)
     return replace(named, selector_conv=selector_conv, request_tokens=request_tokens)
 

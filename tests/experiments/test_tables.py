@@ -70,7 +70,9 @@ def test_routing_is_constant_as_in_the_paper_and_on_a_cosine_beside_it():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_multi_key_recall_has_a_convolution_of_3_everywhere(preset):
-    for name in ("multi-key-recall", "multi-key-control", "multi-key-softmax-sweep"):
+    tables = [name for name in EXPERIMENTS if name.startswith("multi-key-")]
+    assert len(tables) == 4
+    for name in tables:
         for run in EXPERIMENTS[name].runs(preset, [0]):
             assert run.model.options["conv_size"] == 3, run.arm
 

@@ -2,6 +2,7 @@
 
 from smat.experiments.run import Experiment
 from smat.experiments.tables.length_generalization import LENGTH_GENERALIZATION
+from smat.experiments.tables.multi_key_learned import MULTI_KEY_LEARNED
 from smat.experiments.tables.multi_key_recall import (
     MULTI_KEY_CONTROL,
     MULTI_KEY_RECALL,
@@ -16,6 +17,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     for table in (
         SUBSET_ROUTING,
         MULTI_KEY_RECALL,
+        MULTI_KEY_LEARNED,
         MULTI_KEY_CONTROL,
         SOFTMAX_SWEEP,
         MQAR_TABLE,

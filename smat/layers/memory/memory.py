@@ -26,8 +26,9 @@ from smat.layers.call import CallInfo
 from smat.layers.memory.settings import MemorySettings
 from smat.layers.memory.transport import DeltaTokens, boundary_of
 from smat.layers.primitives import describe_mask
+from smat.layers.routing.balance import hyperplane_balance
 from smat.layers.routing.learned import LearnedRouting
-from smat.layers.routing.routers import ContentRouting, neighbour_routings
+from smat.layers.routing.routers import ContentRouting, distant_tokens, neighbour_routings
 from smat.masks import BoundarySchedule, SMatMask, kept
 from smat.ops.smat.routing import Routing
 
@@ -104,6 +105,7 @@ class Memory(ContentRouting):
         learned["router_init"] = chosen.router_init
         learned["selector_conv"] = chosen.selector_conv
         learned["request_tokens"] = chosen.request_tokens
+        learned["detached"] = chosen.straight_through == "none"
         super().__init__(LearnedRouting(hidden_size, num_heads, geometries, **learned))
         self.hidden_size, self.num_heads, self.settings = hidden_size, num_heads, chosen
         self.mask, self.masks = mask, (mask, *other_masks)
@@ -208,6 +210,17 @@ class Memory(ContentRouting):
         if self.write_gate is not None:
             weights["write_weight"] = routing.write_weight * self.write_gate(x)
         return routing._replace(**weights), bin_position, state
+
+    def measure_balance(
+        self, x: Tensor, bin_position: Tensor, mask: SMatMask, call: CallInfo
+    ) -> Tensor:
+        """Measure what is written, by bins of coordinates or by hyperplanes: see the settings."""
+        if self.settings.balance == "coordinates":
+            return super().measure_balance(x, bin_position, mask, call)
+        weight = distant_tokens(mask, call).unsqueeze(-1)
+        if self.write_gate is not None:
+            weight = weight * self.write_gate(x).detach()
+        return hyperplane_balance(bin_position, mask.geometry, weight, call.share)
 
     def neighbours(
         self, routing: Routing, bin_position: Tensor, mask: SMatMask

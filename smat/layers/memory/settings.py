@@ -7,13 +7,16 @@ less, and write and read addresses begin uncorrelated: recall stays at chance. T
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_type_hints
 
 MemoryDecay = Literal["none", "erase", "backbone"]
 MemoryValue = Literal["input", "step"]
-StraightThrough = Literal["neighbour", "one_sided"]
+StraightThrough = Literal["neighbour", "one_sided", "none"]
 RouterInit = Literal["previous_token", "average", "random"]
+Balance = Literal["coordinates", "hyperplanes"]
+KeyInit = Literal["random", "positive"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class MemorySettings:
         what Mamba-2's recurrence does, step x. Gated DeltaNet has no step, and takes no notice.
     gate_init: where read and write gates begin. The paper names no value; ours were 0.1.
     straight_through: "neighbour" lets the gradient of a hash compare a token's bin with the next
-        one, the whole interpolation; "one_sided" is the paper's omega, which knows its own bin.
+        one, the whole interpolation; "one_sided" is the paper's omega, which knows its own bin;
+        with "none" the hash learns from its balance loss alone, and cannot file keys together.
     router_init: "previous_token" starts the hash's convolution as the token before, and the scorer
         at the centres of the hash's bins, so that what is written under a token is read by it;
         "average" starts with equal taps instead, which did for one key only; "random" is torch's
@@ -46,7 +50,12 @@ class MemorySettings:
     request_tokens: of how many of the last tokens that convolution starts as the sum. 1 is the
         token alone; a request for k keys wants k (started with fewer, as an average or as a draw,
         two keys or more left no plateau), and a convolution of 3 even where k is 2: one of exactly
-        two taps stayed at 0.
+        two taps stayed at 0. The selector "request" reads the hyperplane through these tokens.
+    balance: what the balance loss evens out: "coordinates" (the paper's) the bins of each, over all
+        distant tokens; "hyperplanes" all families of parallel hyperplanes, over what is written.
+    key_init: "positive" starts Mamba-2's keys and queries about one positive vector (a bias of 1 in
+        their convolution), so that a read begins as a sum of what its hyperplane holds; "random" is
+        the layer's own draw. Gated DeltaNet has no such bias, and takes no notice.
     """
 
     memory_decay: MemoryDecay = "none"
@@ -56,6 +65,8 @@ class MemorySettings:
     router_init: RouterInit = "previous_token"
     selector_conv: int = 0
     request_tokens: int = 1
+    balance: Balance = "coordinates"
+    key_init: KeyInit = "random"
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -67,9 +78,8 @@ class MemorySettings:
             raise ValueError(f"gate_init must lie between 0 and 1, got {self.gate_init}")
         if self.selector_conv < 0:
             raise ValueError(f"selector_conv must be a width or 0, got {self.selector_conv}")
-        if not 1 <= self.request_tokens <= max(1, self.selector_conv):
-            widths = f"{self.request_tokens} and a selector_conv of {self.selector_conv}"
-            raise ValueError(f"request_tokens must be 1 or more and fit the taps, got {widths}")
+        if self.request_tokens < 1:
+            raise ValueError(f"request_tokens must be 1 or more, got {self.request_tokens}")
 
     @classmethod
     def paper(cls) -> MemorySettings:
@@ -77,13 +87,25 @@ class MemorySettings:
         return cls("backbone", "step", 0.1, "one_sided", "random", 0)
 
     @classmethod
+    def even(cls) -> MemorySettings:
+        """Return settings under which only hyperplanes tell keys apart: the hash keeps them even.
+
+        For memories that read the hyperplane of a request (`selector="request"`), whose balance
+        loss is to stay for all of training.
+        """
+        return cls(straight_through="none", balance="hyperplanes", key_init="positive")
+
+    @classmethod
     def named(cls, settings: MemorySettings | str) -> MemorySettings:
-        """Return the settings of a name, "default" or "paper", or those that are given."""
+        """Return the settings of a name, "default", "even" or "paper", or those that are given."""
         if isinstance(settings, MemorySettings):
             return settings
-        if settings not in ("default", "paper"):
-            raise ValueError(f"settings are default, paper or MemorySettings, got {settings!r}")
-        return cls.paper() if settings == "paper" else cls()
+        known: dict[str, Callable[[], MemorySettings]]
+        known = {"default": cls, "even": cls.even, "paper": cls.paper}
+        if settings not in known:
+            names = ", ".join(known)
+            raise ValueError(f"settings are {names} or MemorySettings, got {settings!r}")
+        return known[settings]()
 
     @property
     def gate_logit(self) -> float:

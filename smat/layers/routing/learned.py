@@ -7,8 +7,8 @@ Write addresses are a learned hash of the layer input into F_q^(d-1) (appendix "
     s_k = clip(q Phi(z_k), 0, q - eps)           Phi the normal CDF
     x_t = (floor s_1, ..., floor s_D)            the profile
 
-The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. The
-balance loss spreads addresses over all bins; what is read stands in selectors.py.
+The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. What
+spreads addresses stands in balance.py, what is read in selectors.py.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.distributed import HeadRanks, Share
-from smat.distributed.exchange import total
+from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
+from smat.layers.call import with_past
 from smat.layers.mixer import reset_children
 from smat.layers.primitives import keep_from_decay_
 from smat.layers.routing.selectors import SELECTORS, TopTypes, point_mask
 from smat.layers.routing.starts import align_scorer_, start_taps_, sum_last_taps_
-from smat.layers.short_convolution import ShortConvolution, last_inputs
+from smat.layers.short_convolution import ShortConvolution, convolve, last_inputs
 from smat.masks import SMatMask
 from smat.ops.smat.routing import Routing
 
@@ -50,10 +50,12 @@ class LearnedRouting(nn.Module):
     `geometry` is the one of a horizon, so that one set of parameters serves every length; or
     several, each with its own hash and scorer, as the paper's recall models have one for every
     training length. `selector` names a class of selectors.py: "top_types" (the paper's four reads),
-    "factored", "own_hyperplane" or "own_cell".
+    "factored", "own_hyperplane", "own_cell" or "request", the hyperplane through the points of the
+    last `request_tokens` tokens.
 
     An address depends on its own token and the three before it, over the boundary of the local
-    branch too. `router_init`, `selector_conv` and `request_tokens` are those of `MemorySettings`.
+    branch too. `router_init`, `selector_conv` and `request_tokens` are those of `MemorySettings`;
+    with `detached` no gradient of what is written reaches the hash, only that of a balance loss.
     """
 
     def __init__(
@@ -68,10 +70,17 @@ class LearnedRouting(nn.Module):
         router_init: str = "random",
         selector_conv: int = 0,
         request_tokens: int = 1,
+        detached: bool = False,
     ) -> None:
         super().__init__()
         if selector not in SELECTORS:
             raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}")
+        reads_request = SELECTORS[selector].reads_request
+        if not reads_request and request_tokens > max(1, selector_conv):
+            taps = f"a convolution of {selector_conv} before the scorer, got {request_tokens}"
+            raise ValueError(f"request_tokens must fit the taps of {taps}")
+        if reads_request and conv_width < 2:
+            raise ValueError(f"a request needs a conv_width of 2 or more, got {conv_width}")
         several = [geometry] if isinstance(geometry, Geometry) else list(geometry)
         if len({each.vc_dim for each in several}) != 1:
             raise ValueError(f"one VC dimension and at least one field size, got {several}")
@@ -86,6 +95,10 @@ class LearnedRouting(nn.Module):
         )
         self.router_init, self.num_kept = router_init, max(conv_width, selector_conv) - 1
         self.selector_conv, self.request_tokens = None, request_tokens
+        self.detached = detached
+        self.conv.weight.requires_grad_(not detached)  # evenness alone says nothing of what to hash
+        if reads_request:  # the tokens asked for, and what their addresses look back to
+            self.num_kept = max(self.num_kept, request_tokens - 1 + conv_width - 2)
         if selector_conv:
             self.selector_conv = ShortConvolution(hidden_size, selector_conv, activation=False)
         self._start()
@@ -135,17 +148,60 @@ class LearnedRouting(nn.Module):
             num_writers = length
         key = self._key(geometry)
         write_input = _after(self.conv, hidden[:, :num_writers], state, first_visible)
+        if self.detached:
+            write_input = write_input.detach()
         address = self.projections[key](write_input)
         if num_writers < length:
             behind = [0, length - num_writers]
             address = [F.pad(x, [0, 0] * (x.ndim - 2) + behind) for x in address]
         profile, ste_weight, bin_position = address
+        if self.detached:
+            ste_weight = ste_weight.detach()
+        if self.kind.reads_request:
+            cells = self.request_cells(hidden, key, state, first_visible, queries)
+            reads = self.selectors[key](hidden[:, queries], cells)
+            return reads._replace(profile=profile, write_weight=ste_weight), bin_position
         if self.kind.needs_own_profile:  # a direction comes from what the point comes from
             hidden = write_input
         elif self.selector_conv is not None:
             hidden = _after(self.selector_conv, hidden, state, first_visible)
         reads = self.selectors[key](hidden[:, queries], profile[:, queries])
         return reads._replace(profile=profile, write_weight=ste_weight), bin_position
+
+    @torch.no_grad()
+    def request_cells(
+        self,
+        hidden: Tensor,
+        key: str,
+        state: Tensor | None,
+        first_visible: Tensor | None,
+        queries: slice | Tensor,
+    ) -> Tensor:
+        """Return the points of the last `request_tokens` tokens, the own first: (B, R, H, k).
+
+        A token's point is the one under which the token behind it is filed, but for what that one
+        adds itself: with the hash's start as "previous_token", the point of its key. A token before
+        the sequence counts as zeros.
+        """
+        projection: Any = self.projections[key]
+        before, reach = self.request_tokens - 1, self.conv.width - 2
+        past = before + reach
+        if state is not None:
+            state = state[:, state.shape[1] - past :]
+        row = torch.arange(hidden.shape[1], device=hidden.device)[queries]
+        first = first_visible
+        if first is not None:
+            first = torch.cat([first.new_zeros(len(first), past), first + past], 1)
+        history = with_past(hidden, past, state)
+        named = convolve(history, self.conv.weight[:, :-1], None, False, first)[:, reach:]
+        cells = []
+        for lag in range(self.request_tokens):
+            each = named[:, row + (before - lag)]
+            if first_visible is not None:
+                each = each.masked_fill((row - lag < first_visible[:, row]).unsqueeze(-1), 0)
+            bins = projection.bin_position(each).floor().nan_to_num(nan=0.0).long()
+            cells.append(from_digits(bins, projection.geometry.field_size))
+        return torch.stack(cells, -1)
 
     def next_state(
         self,
@@ -232,68 +288,3 @@ class HashProjection(nn.Module):
             field_size = self.geometry.field_size
             last = field_size * (1 - 2 * torch.finfo(dtype).eps)
             return (field_size * torch.special.ndtr(z)).clamp(0, last)
-
-
-def balance_loss(
-    bin_position: Tensor,
-    field_size: int,
-    counted: Tensor | None = None,
-    share: Share | None = None,
-) -> Tensor:
-    """Measure how unevenly coordinates are used: 0 if evenly, log q if one bin takes all.
-
-    >>> balance_loss(torch.arange(5.0).view(1, 5, 1, 1), field_size=5)
-    tensor(0.)
-    >>> balance_loss(torch.zeros(1, 5, 1, 1), field_size=5).exp()
-    tensor(5.)
-
-    L_bal = 1/D sum_k sum_b p_kb log(q p_kb), p_kb the average over the counted tokens of the soft
-    mass 1 - f at the token's bin and f at the next (the last bin keeps both); averaged over heads.
-
-    `bin_position` is (B, T, H, D); `counted` (B, T) marks the tokens that count: distant ones, and
-    no padding. Without any, or at d = 1, the loss is 0. O(B T H D + H D q). Averages run over the
-    tokens of all ranks of a `share`, and the loss is that of all of them, on each.
-    """
-    heads, ambient_dim = bin_position.shape[-2:]
-    if counted is None:
-        counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
-    position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
-    lower = position.detach().floor()
-    beyond, weight = position - lower, counted.to(position.dtype)[..., None, None]
-    column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
-    bins = lower.nan_to_num(nan=0.0).long().clamp(0, field_size - 1)
-    mass = position.new_zeros(heads * ambient_dim * field_size)
-    for index, amount in ((bins, 1 - beyond), ((bins + 1).clamp(max=field_size - 1), beyond)):
-        where = (column * field_size + index).flatten()
-        mass = mass.index_add(0, where, (weight * amount).flatten())
-    count = weight.sum()
-    if share is not None:
-        mass, count = total(mass, share), total(count, share)
-    mean = mass / count.clamp(min=1)
-    # An empty bin has no part in the sum, and no infinite slope.
-    logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
-    return (mean * logs).sum() / max(1, heads * ambient_dim)
-
-
-def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:
-    """Return beta_bal at a training step: it falls linearly to 0, or never in 0 steps.
-
-    >>> [balance_weight(step) for step in (0, 500, 1000, 5000)]
-    [0.01, 0.005, 0.0, 0.0]
-    """
-    if step < 0 or anneal_steps < 0:
-        raise ValueError(f"steps must not be negative, got {step} and {anneal_steps}")
-    return weight if anneal_steps == 0 else weight * max(0.0, 1 - step / anneal_steps)
-
-
-def sum_balance_losses(model: nn.Module) -> Tensor | None:
-    """Add up the losses that routed layers of a model left after its last call; None without any.
-
-    >>> layer = nn.Linear(1, 1)
-    >>> layer.balance_loss = torch.tensor(0.5)  # as memories, content routings and routers do
-    >>> sum_balance_losses(nn.Sequential(layer, nn.Linear(1, 1)))
-    tensor(0.5000)
-    """
-    losses = [getattr(module, "balance_loss", None) for module in model.modules()]
-    found = [loss for loss in losses if isinstance(loss, Tensor)]
-    return torch.stack(found).sum() if found else None

@@ -12,7 +12,8 @@ from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo
-from smat.layers.routing.learned import LearnedRouting, balance_loss
+from smat.layers.routing.balance import balance_loss
+from smat.layers.routing.learned import LearnedRouting
 from smat.masks import SMatMask
 from smat.ops.smat.routing import POSITIONAL, Routing
 
@@ -103,8 +104,7 @@ class ContentRouting(Router):
             x, mask.geometry, past, call.first_visible(), queries, num_writers
         )
         if call.past is None:
-            field_size, distant = mask.geometry.field_size, distant_tokens(mask, call)
-            loss = balance_loss(bin_position, field_size, distant, call.share)
+            loss = self.measure_balance(x, bin_position, mask, call)
             self.balance_loss = loss if self.ranks is None else self.ranks.mean(loss)
         state = None
         if call.use_cache:
@@ -115,6 +115,13 @@ class ContentRouting(Router):
             query_type, read_weight = (F.pad(each, (0, 0, 0, 0, first, 0)) for each in reads)
             routing = routing._replace(query_type=query_type, read_weight=read_weight)
         return routing, bin_position, state
+
+    def measure_balance(
+        self, x: Tensor, bin_position: Tensor, mask: SMatMask, call: CallInfo
+    ) -> Tensor:
+        """Say how unevenly the distant tokens of a call are spread: the loss of the hash."""
+        distant = distant_tokens(mask, call)
+        return balance_loss(bin_position, mask.geometry.field_size, distant, call.share)
 
 
 def distant_tokens(mask: SMatMask, call: CallInfo) -> Tensor:

@@ -20,6 +20,7 @@ from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
 from smat.masks import SMatMask, type_through_cell
+from smat.masks.assignment import first_agreeing_direction
 from smat.ops.smat.routing import Routing
 
 
@@ -27,6 +28,7 @@ class Selector(nn.Module):
     """What all selectors have: a linear map that scores something, and how they read."""
 
     needs_own_profile = False  # whether what is read depends on the query's own point
+    reads_request = False  # whether it does on the points of the tokens that the query asks for
     reads_points = False  # whether types are points, to be read under `point_mask`
 
     def __init__(
@@ -147,6 +149,7 @@ class OwnCell(nn.Module):
     """
 
     needs_own_profile = True
+    reads_request = False
     reads_points = True
 
     def __init__(self, *sizes: object) -> None:
@@ -161,11 +164,49 @@ class OwnCell(nn.Module):
         return Routing(query_type=profile.unsqueeze(-1), read_weight=weight)
 
 
-SELECTORS: Mapping[str, type[Selector] | type[OwnCell]] = {
+class RequestHyperplane(nn.Module):
+    """Read the one hyperplane through the points of all tokens that a query asks for.
+
+    >>> reads = RequestHyperplane(8, 2, Geometry(3, 5))(
+    ...     torch.randn(1, 1, 8), torch.tensor([[[[7, 11], [7, 12]]]])
+    ... )
+    >>> reads.query_type  # lines of both points, in each head
+    tensor([[[[8],
+              [2]]]])
+
+    The rule of multi-key recall, for a hash that is learned: H_(a, a . u) through the query's own
+    point u, with the first direction a on which all points agree, direction 0 if there is none. Up
+    to d - 1 points always lie on one hyperplane; more do only by chance. There is nothing to learn,
+    and points (B, T, H, k), the own first, are given. Cost: T k A / 8 bytes, A directions.
+    """
+
+    needs_own_profile = False
+    reads_request = True
+    reads_points = False
+
+    def __init__(
+        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 1
+    ) -> None:
+        super().__init__()
+        self.geometry = geometry
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Do nothing: there are no parameters."""
+
+    def forward(self, hidden: Tensor, points: Tensor) -> Routing:
+        direction, _ = first_agreeing_direction(self.geometry, points)
+        query_type = type_through_cell(self.geometry, direction, points[..., 0]).unsqueeze(-1)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        weight = hidden.new_ones(query_type.shape, dtype=wide)
+        return Routing(query_type=query_type, read_weight=weight)
+
+
+SELECTORS: Mapping[str, type[Selector] | type[OwnCell] | type[RequestHyperplane]] = {
     "top_types": TopTypes,
     "factored": FactoredTopTypes,
     "own_hyperplane": OwnHyperplane,
     "own_cell": OwnCell,
+    "request": RequestHyperplane,
 }
 
 
