@@ -104,6 +104,7 @@ class GatedDeltaNet(Mixer):
         horizon: int,
         vc_dim: int = 3,
         num_reads: int = 4,
+        selector: str = "top_types",
         settings: MemorySettings | str = "default",
         num_heads: int = 4,
         **layer: Any,
@@ -111,7 +112,7 @@ class GatedDeltaNet(Mixer):
         """Make the layer with a memory of d = `vc_dim`, the first half of `horizon` distant."""
         memory = TransportedMemory.for_horizon(
             hidden_size, num_heads, vc_dim=vc_dim, horizon=horizon, num_reads=num_reads,
-            settings=settings,
+            selector=selector, settings=settings,
         )  # fmt: skip
         memory.to(device=layer.get("device"), dtype=layer.get("dtype"))
         return cls(hidden_size, num_heads=num_heads, memory=memory, **layer)

@@ -109,6 +109,7 @@ class Mamba2(Mixer):
         vc_dim: int = 3,
         boundary: BoundarySchedule | None = None,
         num_reads: int = 4,
+        selector: str = "top_types",
         settings: MemorySettings | str = "default",
         head_dim: int = 64,
         expand: int = 2,
@@ -116,11 +117,13 @@ class Mamba2(Mixer):
     ) -> Self:
         """Make the layer with a memory of d = `vc_dim`, the first half of `horizon` distant.
 
-        `boundary` puts the boundary elsewhere, or lets it move: a schedule without horizon.
+        `boundary` puts the boundary elsewhere, or lets it move: a schedule without horizon;
+        `selector` is that of `LearnedRouting`.
         """
         memory = ProfileMemory.for_horizon(
             hidden_size, expand * hidden_size // head_dim, vc_dim=vc_dim, horizon=horizon,
-            boundary=boundary, num_reads=num_reads, settings=settings,
+            boundary=boundary, num_reads=num_reads, selector=selector,
+            settings=settings,
         )  # fmt: skip
         memory.to(device=layer.get("device"), dtype=layer.get("dtype"))
         return cls(hidden_size, head_dim=head_dim, expand=expand, memory=memory, **layer)

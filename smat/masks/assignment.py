@@ -80,11 +80,6 @@ def agreeing_direction(geometry: Geometry, cells: Tensor) -> tuple[Tensor, Tenso
     if cells.ndim < 1 or cells.shape[-1] < 1:
         raise ValueError(f"cells must be (..., k) with k >= 1, but they are {tuple(cells.shape)}")
     check_index("cells", cells, geometry.num_profiles)
-    return first_agreeing_direction(geometry, cells)
-
-
-def first_agreeing_direction(geometry: Geometry, cells: Tensor) -> tuple[Tensor, Tensor]:
-    """Do what `agreeing_direction` does for cells that are known to be cells: no check waits."""
     field_size, ambient_dim = geometry.field_size, geometry.ambient_dim
     if ambient_dim == 0:
         flat = torch.zeros(cells.shape[:-1], dtype=torch.long, device=cells.device)

@@ -22,7 +22,7 @@ def run(layer, x, ids, weight, balance_share=1.0, **options):
     loss = (out * weight).sum()
     if balance is not None:
         loss = loss + balance_share * balance
-    named = dict(layer.named_parameters())
+    named = {name: each for name, each in layer.named_parameters() if each.requires_grad}
     grads = torch.autograd.grad(loss, [x, *named.values()], allow_unused=True)
     filled = [
         torch.zeros_like(x) if grad is None else grad

@@ -14,7 +14,7 @@ PACKED = [0, 3, 4, 14, 17]  # one begins where a rank does
 QUICK = [
     "softmax", "routed mamba2", "routed mamba2 window", "routed deltanet", "routed deltanet paper",
     "deltanet", "log-linear mamba2", "log-linear deltanet", "smat gated", "smat content",
-    "smat hashed", "mixture of memories",
+    "smat hashed", "mixture of memories", "routed mamba2 request window",
 ]  # fmt: skip
 
 

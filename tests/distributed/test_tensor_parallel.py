@@ -13,7 +13,8 @@ from tests.distributed.tensor_cases import (
 from tests.distributed.test_op import check
 
 QUICK = [
-    "softmax learned", "routed mamba2 window", "wide mamba2", "one group", "routed deltanet",
+    "softmax learned", "routed mamba2 window", "routed mamba2 request", "wide mamba2", "one group",
+    "routed deltanet",
     "deltanet", "log-linear mamba2", "log-linear deltanet", "mixture of memories", "wide smat",
     "smat content", "smat read gate",
 ]  # fmt: skip

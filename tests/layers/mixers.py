@@ -1,5 +1,6 @@
 """Every layer under one name, small, with what its forward needs beside hidden states."""
 
+import dataclasses
 import itertools
 
 import torch
@@ -26,6 +27,7 @@ from smat.layers import (
 HIDDEN, VOCAB, HORIZON = 12, 7, 22
 WINDOW = smat.schedules.window(step=4)
 CONVOLVED = MemorySettings(selector_conv=6)  # wider than the hash's
+REQUEST = dataclasses.replace(MemorySettings.even(), request_tokens=3)
 
 
 class PlainWrites(ProfileMemory):
@@ -64,9 +66,9 @@ def content(selector):
     return ContentRouting(LearnedRouting(HIDDEN, 2, geometry, selector=selector, num_reads=2))
 
 
-def distant(kind, num_heads, boundary, settings="default"):
+def distant(kind, num_heads, boundary, settings="default", selector="top_types"):
     mask = smat.SMatMask(HORIZON, 3, 4, field_size=3, boundary=boundary)
-    return kind(HIDDEN, num_heads, mask, num_reads=2, settings=settings)
+    return kind(HIDDEN, num_heads, mask, num_reads=2, settings=settings, selector=selector)
 
 
 MAMBA = {"state_dim": 3, "head_dim": 6, "num_groups": 2}
@@ -98,6 +100,14 @@ LAYERS = {
     ),
     "routed mamba2 convolved": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, smat.schedules.kept(8), CONVOLVED)
+    ),
+    "routed mamba2 request": lambda: Mamba2(
+        HIDDEN,
+        **MAMBA,
+        memory=distant(ProfileMemory, 4, smat.schedules.kept(8), REQUEST, "request"),
+    ),
+    "routed mamba2 request window": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW, REQUEST, "request")
     ),
     "routed deltanet paper": lambda: GatedDeltaNet(
         HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.schedules.kept(8), "paper")

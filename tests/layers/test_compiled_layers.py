@@ -23,6 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
         "routed mamba2",
         "routed mamba2 convolved",
         "routed mamba2 paper",
+        "routed mamba2 request",
         "routed deltanet",
     ],
 )
@@ -34,14 +35,16 @@ def test_one_graph_without_breaks(name):
     expected, found = layer(x)[0], compiled(x)
     assert relative_rms(found, expected) < 1e-6
     probe = torch.randn_like(expected)
-    leaves = [x, *layer.parameters()]
+    leaves = [x, *(each for each in layer.parameters() if each.requires_grad)]
     grads = [
         torch.autograd.grad((out * probe).sum(), leaves, allow_unused=True)
         for out in (found, expected)
     ]
     for one, other in zip(*grads, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or relative_rms(one, other) < 1e-5
+        if other is None:  # of a hash that learns from its balance loss alone
+            assert one is None or not one.any()
+        else:
+            assert relative_rms(one, other) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["smat", "smat content"])

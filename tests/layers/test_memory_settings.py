@@ -126,8 +126,14 @@ def test_what_does_not_fit_is_refused_at_construction():
         Mamba2.with_memory(16, **SMALL, **MAMBA, settings="papers")
     with pytest.raises(ValueError, match="-1"):
         MemorySettings(selector_conv=-1)
-    with pytest.raises(ValueError, match="got 4 and a selector_conv of 3"):
-        MemorySettings(selector_conv=3, request_tokens=4)
+    with pytest.raises(ValueError, match="convolution of 3 before the scorer, got 4"):
+        Mamba2.with_memory(
+            16, **SMALL, **MAMBA, settings=MemorySettings(selector_conv=3, request_tokens=4)
+        )
+    with pytest.raises(ValueError, match="conv_bias is False"):
+        Mamba2.with_memory(16, **SMALL, **MAMBA, settings="even", conv_bias=False)
+    with pytest.raises(ValueError, match="got 0"):
+        MemorySettings(request_tokens=0)
 
 
 def test_experiments_learn_unless_they_say_so():

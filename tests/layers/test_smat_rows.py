@@ -14,7 +14,8 @@ ROWS = torch.tensor([19, 3, 12, 3, 8, 17])
 
 def gradients(layer, x, out, probe):
     """Differentiate by the input and every parameter."""
-    leaves = {"x": x, **dict(layer.named_parameters())}
+    named = layer.named_parameters()
+    leaves = {"x": x, **{name: each for name, each in named if each.requires_grad}}
     found = torch.autograd.grad((out * probe).sum(), leaves.values(), allow_unused=True)
     return dict(zip(leaves, found, strict=True))
 

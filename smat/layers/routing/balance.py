@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -97,9 +98,33 @@ def hyperplane_balance(
         mass, written = total(mass, share), total(written, share)
     tiny = torch.finfo(mass.dtype).tiny
     mean = mass.view(heads, -1) / written.clamp(min=tiny).unsqueeze(-1)
-    on_planes = geometry.tabulate(mean.unsqueeze(-1)).squeeze(-1)
+    on_planes = _on_hyperplanes(mean, geometry.vc_dim, field_size)
     logs = (field_size * on_planes).clamp(min=tiny).log()
     return (on_planes * logs).sum() / (heads * geometry.num_directions)
+
+
+# An operator of its own, for compilers: the tables of a geometry are cached.
+@torch.library.custom_op("smat::on_hyperplanes", mutates_args=())
+def _on_hyperplanes(mass: Tensor, vc_dim: int, field_size: int) -> Tensor:
+    """Add up the mass of points (H, P) on every hyperplane: (H, B)."""
+    return Geometry(vc_dim, field_size).tabulate(mass.unsqueeze(-1)).squeeze(-1)
+
+
+@_on_hyperplanes.register_fake
+def _(mass: Tensor, vc_dim: int, field_size: int) -> Tensor:
+    return mass.new_empty(len(mass), Geometry(vc_dim, field_size).num_types)
+
+
+def _keep_geometry(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, *ctx.geometry = inputs
+
+
+def _pull_to_points(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    geometry = Geometry(*ctx.geometry)
+    return geometry.backproject(grad.contiguous().unsqueeze(-1)).squeeze(-1), None, None
+
+
+_on_hyperplanes.register_autograd(_pull_to_points, setup_context=_keep_geometry)
 
 
 def balance_weight(step: int, weight: float = 0.01, anneal_steps: int = 1000) -> float:

@@ -1,0 +1,173 @@
+"""A memory that reads the hyperplane of a request, over a hash that stays even."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from smat.geometry import Geometry
+from smat.layers import LearnedRouting, Mamba2, MemorySettings
+from smat.layers.routing.balance import balance_loss, hyperplane_balance
+
+pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
+HIDDEN, HEADS = 16, 2
+SMALL = {"vc_dim": 3, "horizon": 64, "head_dim": 8, "state_dim": 4}
+
+
+def request_routing(vc_dim, num_tokens, field_size=5):
+    torch.manual_seed(0)
+    return LearnedRouting(
+        HIDDEN, HEADS, Geometry(vc_dim, field_size), selector="request",
+        router_init="previous_token", request_tokens=num_tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("vc_dim", "num_tokens"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
+def test_up_to_d_minus_1_tokens_are_all_on_the_hyperplane_that_is_read(vc_dim, num_tokens):
+    routing = request_routing(vc_dim, num_tokens)
+    reads, _ = routing(torch.randn(3, 40, HIDDEN))
+    incidence = routing.projections["5"].geometry.incidence()
+    query_type = reads.query_type[..., 0]
+    for lag in range(num_tokens):  # filed under token t - lag is the token behind it
+        row = torch.arange(num_tokens, 39)
+        filed = reads.profile[:, row - lag + 1]
+        assert incidence[query_type[:, row], filed].all()
+    assert (reads.read_weight == 1).all()
+
+
+def test_d_tokens_share_a_hyperplane_only_by_chance_and_the_own_is_read_all_the_same():
+    for vc_dim in (2, 3):
+        routing = request_routing(vc_dim, vc_dim)
+        reads, _ = routing(torch.randn(8, 200, HIDDEN))
+        incidence = routing.projections["5"].geometry.incidence()
+        row = torch.arange(vc_dim, 199)
+        held = torch.stack(
+            [
+                incidence[reads.query_type[:, row, :, 0], reads.profile[:, row - lag + 1]]
+                for lag in range(vc_dim)
+            ]
+        )
+        assert held[0].all()
+        assert 0.1 < held.all(0).float().mean() < 0.4  # of random points 1/q and a little more
+
+
+def test_a_hash_that_is_trained_names_what_it_files_under_the_token_alone():
+    routing = request_routing(3, 1).double()
+    torch.nn.init.normal_(routing.conv.weight)
+    routing.conv.weight.data[:, -1] = 0  # what the filed token adds itself
+    reads, _ = routing(torch.randn(2, 30, HIDDEN, dtype=torch.float64))
+    incidence = routing.projections["5"].geometry.incidence()
+    assert incidence[reads.query_type[:, :-1, :, 0], reads.profile[:, 1:]].all()
+
+
+def test_packed_requests_do_not_look_over_the_start_of_their_sequence():
+    routing = request_routing(4, 3, field_size=3).double()
+    hidden = torch.randn(1, 17, HIDDEN, dtype=torch.float64)
+    edges = torch.tensor([0, 1, 3, 10, 17])
+    first = torch.cat([torch.full((b - a,), a) for a, b in itertools.pairwise(edges.tolist())])
+    packed, _ = routing(hidden, first_visible=first.unsqueeze(0))
+    apart = [routing(hidden[:, a:b])[0] for a, b in itertools.pairwise(edges.tolist())]
+    assert torch.equal(packed.query_type, torch.cat([x.query_type for x in apart], 1))
+
+
+def test_rows_that_are_asked_for_read_as_all_rows_do():
+    routing, hidden = request_routing(4, 3, field_size=3), torch.randn(2, 20, HIDDEN)
+    whole, rows = routing(hidden)[0], torch.tensor([0, 1, 7, 19])
+    found, _ = routing(hidden, queries=rows)
+    assert torch.equal(found.query_type, whole.query_type[:, rows])
+
+
+def test_the_balance_of_hyperplanes_is_its_formula():
+    geometry = Geometry(3, 3)
+    generator = torch.Generator().manual_seed(0)
+    position = 3 * torch.rand(2, 11, HEADS, 2, generator=generator, dtype=torch.float64) * 0.999
+    weight = torch.rand(2, 11, HEADS, generator=generator, dtype=torch.float64)
+    weight[0, :4] = 0
+    directions = geometry.directions().tolist()
+    expected = 0.0
+    for head in range(HEADS):
+        for direction in directions:
+            on_plane = [0.0] * 3
+            for place, amount in zip(
+                position[:, :, head].flatten(0, 1).tolist(), weight[:, :, head].flatten().tolist(),
+                strict=True,
+            ):  # fmt: skip
+                for corner in itertools.product((0, 1), repeat=2):
+                    point, part = [], amount
+                    for s, up in zip(place, corner, strict=True):
+                        point.append(min(math.floor(s) + up, 2))
+                        part *= s - math.floor(s) if up else 1 - (s - math.floor(s))
+                    offset = sum(a * x for a, x in zip(direction, point, strict=True)) % 3
+                    on_plane[offset] += part
+            shares = [mass / weight[:, :, head].sum().item() for mass in on_plane]
+            expected += sum(p * math.log(3 * p) for p in shares if p > 0)
+    expected /= HEADS * len(directions)
+    found = hyperplane_balance(position, geometry, weight)
+    assert found.item() == pytest.approx(expected, abs=1e-12)
+    assert hyperplane_balance(position, geometry, 0 * weight).item() == 0
+    assert hyperplane_balance(position[..., :0], Geometry(1, 3), weight).item() == 0
+
+
+def test_on_a_line_both_balance_losses_are_one_and_gradients_are_right():
+    generator = torch.Generator().manual_seed(1)
+    position = torch.rand(2, 9, HEADS, 1, generator=generator, dtype=torch.float64) * 6.9
+    counted = torch.rand(2, 9, generator=generator) < 0.7
+    weight = counted.double().unsqueeze(-1)
+    found = hyperplane_balance(position, Geometry(2, 7), weight)
+    torch.testing.assert_close(found, balance_loss(position, 7, counted), rtol=1e-12, atol=1e-12)
+    plane = (0.1 + 0.8 * torch.rand(1, 7, 1, 2, generator=generator, dtype=torch.float64)) + 1
+    plane.requires_grad_()
+    ones = torch.ones(1, 7, 1, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: hyperplane_balance(x, Geometry(3, 5), ones), plane)
+
+
+def test_an_even_hash_learns_from_its_balance_alone():
+    torch.manual_seed(0)
+    layer = Mamba2.with_memory(HIDDEN, **SMALL, selector="request", settings="even").double()
+    x = torch.randn(2, 64, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out = layer(x)[0]
+    learned, projection = (
+        layer.memory.learned,
+        next(iter(layer.memory.learned.projections.values())),
+    )
+    out.square().sum().backward(retain_graph=True)
+    assert all(each.grad is None or not each.grad.any() for each in projection.parameters())
+    assert x.grad.abs().max() > 0
+    assert layer.memory.write_gate.linear.weight.grad.abs().max() > 0
+    task_grad = x.grad.clone()
+    layer.memory.balance_loss.backward()
+    assert all(each.grad.abs().max() > 0 for each in projection.parameters())
+    assert torch.equal(x.grad, task_grad)  # and it does not move what is hashed
+    assert not learned.conv.weight.requires_grad
+
+
+def test_what_is_written_counts_in_the_balance_and_noise_does_not():
+    torch.manual_seed(0)
+    layer = Mamba2.with_memory(HIDDEN, **SMALL, selector="request", settings="even")
+    x = torch.randn(2, 64, HIDDEN)
+    layer(x)
+    all_count = layer.memory.balance_loss
+    with torch.no_grad():  # only tokens along one channel are written
+        layer.memory.write_gate.linear.weight.zero_()[:, 0] = 50.0
+        layer.memory.write_gate.linear.bias.fill_(-50.0)
+    layer(x)
+    assert layer.memory.balance_loss > 1.5 * all_count  # a few tokens fill few lines
+
+
+def test_positive_keys_and_queries_begin_with_a_positive_product():
+    x = torch.randn(4, 64, HIDDEN, generator=torch.Generator().manual_seed(2))
+    for start, least, most in (("positive", 0.99, 1.0), ("random", 0.0, 0.9)):
+        torch.manual_seed(0)
+        settings = dataclasses.replace(MemorySettings(), key_init=start)
+        layer = Mamba2.with_memory(HIDDEN, **SMALL | {"state_dim": 16}, settings=settings)
+        _, inputs, _ = layer.in_proj(x).split(layer.widths, -1)
+        k, q = layer.conv(inputs)[..., layer.inner_size :].chunk(2, -1)
+        share = (q @ k.mT > 0).float().mean()
+        assert least <= share <= most
+
+
+def test_a_request_needs_a_token_before():
+    with pytest.raises(ValueError, match="conv_width of 2 or more, got 1"):
+        LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector="request", conv_width=1)
