@@ -77,6 +77,22 @@ def test_multi_key_recall_has_a_convolution_of_3_everywhere(preset):
             assert run.model.options["conv_size"] == 3, run.arm
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_rows_of_the_learned_staircase_differ_in_their_memory_alone(preset):
+    runs = EXPERIMENTS["multi-key-learned"].runs(preset, [0])
+    assert len({run.training.steps for run in runs}) == 1
+    assert not any(run.model.learned_positions for run in runs)
+    for run in runs:
+        options, training = run.model.options, run.training
+        if options.get("selector") == "request":
+            assert (options["settings"], options["request_tokens"]) == ("even", run.task.num_keys)
+            assert training.balance_weight > 0 == training.balance_anneal  # it stays to the end
+        else:
+            assert training.balance_anneal == 1000
+    memories = {run.arm for run in runs} - {"mamba2"}
+    assert {run.model.mixer for run in runs if run.arm in memories} == {"mamba2_smat"}
+
+
 @pytest.mark.parametrize("name", ["multi-key-recall", "length-generalization"])
 def test_gated_masks_decay_in_the_recurrent_part_and_one_row_shows_the_other(name):
     runs = {run.arm: run.model for run in EXPERIMENTS[name].runs("paper", [0])}
