@@ -9,7 +9,6 @@ from smat.layers.memory.settings import MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.mixture_of_memories import MixtureOfMemories
 from smat.layers.routing.balance import (
-    balance_loss,
     balance_weight,
     hyperplane_balance,
     sum_balance_losses,
@@ -20,6 +19,7 @@ from smat.layers.routing.routers import (
     ContentRouting,
     PositionalRouting,
     Router,
+    balance_loss,
 )
 from smat.layers.routing.selectors import (
     FactoredTopTypes,

@@ -9,7 +9,8 @@ import torch
 
 from smat.geometry import Geometry
 from smat.layers import LearnedRouting, Mamba2, MemorySettings
-from smat.layers.routing.balance import balance_loss, hyperplane_balance
+from smat.layers.routing.balance import hyperplane_balance
+from smat.layers.routing.routers import balance_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
 HIDDEN, HEADS = 16, 2

@@ -8,9 +8,9 @@ import torch
 
 from smat.geometry import Geometry
 from smat.layers.mixer import reset_children
-from smat.layers.routing.balance import balance_loss, balance_weight
+from smat.layers.routing.balance import balance_weight
 from smat.layers.routing.learned import HashProjection, LearnedRouting
-from smat.layers.routing.routers import CallInfo, ContentRouting, distant_tokens
+from smat.layers.routing.routers import CallInfo, ContentRouting, balance_loss, distant_tokens
 from smat.layers.routing.selectors import SELECTORS
 from smat.masks import SMatMask, window
 

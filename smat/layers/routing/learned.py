@@ -7,8 +7,8 @@ Write addresses are a learned hash of the layer input into F_q^(d-1) (appendix "
     s_k = clip(q Phi(z_k), 0, q - eps)           Phi the normal CDF
     x_t = (floor s_1, ..., floor s_D)            the profile
 
-The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. What
-spreads addresses stands in balance.py, what is read in selectors.py.
+The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. What is
+read stands in selectors.py, what spreads addresses in routers.py and balance.py.
 """
 
 from __future__ import annotations

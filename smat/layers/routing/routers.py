@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smat.distributed import HeadRanks
+from smat.distributed import HeadRanks, Share
+from smat.distributed.exchange import total
 from smat.geometry import Geometry
 from smat.geometry.field import from_digits
 from smat.layers.call import CallInfo
-from smat.layers.routing.balance import balance_loss
 from smat.layers.routing.learned import LearnedRouting
 from smat.masks import SMatMask
 from smat.ops.smat.routing import POSITIONAL, Routing
@@ -122,6 +122,47 @@ class ContentRouting(Router):
         """Say how unevenly the distant tokens of a call are spread: the loss of the hash."""
         distant = distant_tokens(mask, call)
         return balance_loss(bin_position, mask.geometry.field_size, distant, call.share)
+
+
+def balance_loss(
+    bin_position: Tensor,
+    field_size: int,
+    counted: Tensor | None = None,
+    share: Share | None = None,
+) -> Tensor:
+    """Measure how unevenly coordinates are used: 0 if evenly, log q if one bin takes all.
+
+    >>> balance_loss(torch.arange(5.0).view(1, 5, 1, 1), field_size=5)
+    tensor(0.)
+    >>> balance_loss(torch.zeros(1, 5, 1, 1), field_size=5).exp()
+    tensor(5.)
+
+    L_bal = 1/D sum_k sum_b p_kb log(q p_kb), p_kb the average over the counted tokens of the soft
+    mass 1 - f at the token's bin and f at the next (the last bin keeps both); averaged over heads.
+
+    `bin_position` is (B, T, H, D); `counted` (B, T) marks the tokens that count: distant ones, and
+    no padding. Without any, or at d = 1, the loss is 0. O(B T H D + H D q). Averages run over the
+    tokens of all ranks of a `share`, and the loss is that of all of them, on each.
+    """
+    heads, ambient_dim = bin_position.shape[-2:]
+    if counted is None:
+        counted = bin_position.new_ones(bin_position.shape[:2], dtype=torch.bool)
+    position = bin_position.masked_fill(~counted.bool()[..., None, None], 0)
+    lower = position.detach().floor()
+    beyond, weight = position - lower, counted.to(position.dtype)[..., None, None]
+    column = torch.arange(heads * ambient_dim, device=position.device).view(heads, ambient_dim)
+    bins = lower.nan_to_num(nan=0.0).long().clamp(0, field_size - 1)
+    mass = position.new_zeros(heads * ambient_dim * field_size)
+    for index, amount in ((bins, 1 - beyond), ((bins + 1).clamp(max=field_size - 1), beyond)):
+        where = (column * field_size + index).flatten()
+        mass = mass.index_add(0, where, (weight * amount).flatten())
+    count = weight.sum()
+    if share is not None:
+        mass, count = total(mass, share), total(count, share)
+    mean = mass / count.clamp(min=1)
+    # An empty bin has no part in the sum, and no infinite slope.
+    logs = (field_size * mean).clamp(min=torch.finfo(mean.dtype).tiny).log()
+    return (mean * logs).sum() / max(1, heads * ambient_dim)
 
 
 def distant_tokens(mask: SMatMask, call: CallInfo) -> Tensor:
