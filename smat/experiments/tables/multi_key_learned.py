@@ -1,4 +1,4 @@
-"""Learned Mamba-2 + SMat in multi-key recall (tab:mamba-smat-3seeds-pop), where d is what limits.
+"""Mamba-2 + SMat over a learned hash (tab:mamba-smat-3seeds-pop), where d is what limits.
 
 Four learned reads in four heads answer requests for d keys and more as well (multi-key-recall):
 heads share a request out among them, and the token behind a marker, which holds a payload too, is
@@ -45,7 +45,7 @@ def rows(task: MultiKeyRecall, width: int, training: TrainingConfig) -> dict[str
     convolved = {**asked, "selector_conv": 3 if task.num_keys > 1 else 0}
     made = {"mamba2": arm("Mamba-2", "mamba2", training)}
     for suffix, how, recipe, options in (
-        ("", "", stays, {"settings": "even", "selector": "request", **asked}),
+        ("", ", hyperplane by rule", stays, {"settings": "even", "selector": "request", **asked}),
         ("_four", ", four learned reads", falls, {"key_init": "positive", **convolved}),
         ("_text", ", as the text", falls, {"settings": "paper"}),
     ):
@@ -66,7 +66,7 @@ def cells(seq_len: int, width: int, training: TrainingConfig) -> dict[str, dict[
 SHORT = RECIPE.changed(steps=750, learning_rate=1e-3, eval_every=250)
 MULTI_KEY_LEARNED = Experiment.of_presets(
     name="multi-key-learned",
-    title="Multi-key recall: learned Mamba-2 + SMat",
+    title="Multi-key recall: Mamba-2 + SMat over a learned hash",
     published="tab:mamba-smat-3seeds-pop",
     cells={f"k={k}": f"k = {k}" for k in NUM_KEYS},
     presets={
