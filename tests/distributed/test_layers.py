@@ -15,6 +15,7 @@ QUICK = [
     "softmax", "routed mamba2", "routed mamba2 window", "routed deltanet", "routed deltanet paper",
     "deltanet", "log-linear mamba2", "log-linear deltanet", "smat gated", "smat content",
     "smat hashed", "mixture of memories", "routed mamba2 request window",
+    "routed mamba2 scored request window",
 ]  # fmt: skip
 
 

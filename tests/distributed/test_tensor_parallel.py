@@ -14,7 +14,7 @@ from tests.distributed.test_op import check
 
 QUICK = [
     "softmax learned", "routed mamba2 window", "routed mamba2 request", "wide mamba2", "one group",
-    "routed deltanet",
+    "routed mamba2 scored request", "routed deltanet",
     "deltanet", "log-linear mamba2", "log-linear deltanet", "mixture of memories", "wide smat",
     "smat content", "smat read gate",
 ]  # fmt: skip

@@ -109,6 +109,14 @@ LAYERS = {
     "routed mamba2 request window": lambda: Mamba2(
         HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW, REQUEST, "request")
     ),
+    "routed mamba2 scored request": lambda: Mamba2(
+        HIDDEN,
+        **MAMBA,
+        memory=distant(ProfileMemory, 4, smat.schedules.kept(8), REQUEST, "learned_request"),
+    ),
+    "routed mamba2 scored request window": lambda: Mamba2(
+        HIDDEN, **MAMBA, memory=distant(ProfileMemory, 4, WINDOW, REQUEST, "learned_request")
+    ),
     "routed deltanet paper": lambda: GatedDeltaNet(
         HIDDEN, **DELTA, memory=distant(TransportedMemory, 2, smat.schedules.kept(8), "paper")
     ),

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
         "routed mamba2 convolved",
         "routed mamba2 paper",
         "routed mamba2 request",
+        "routed mamba2 scored request",
         "routed deltanet",
     ],
 )

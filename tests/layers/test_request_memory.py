@@ -10,6 +10,7 @@ import torch
 from smat.geometry import Geometry
 from smat.layers import LearnedRouting, Mamba2, MemorySettings
 from smat.layers.routing.balance import hyperplane_balance
+from smat.layers.routing.request import LearnedRequest
 from smat.layers.routing.routers import balance_loss
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens
@@ -17,12 +18,33 @@ HIDDEN, HEADS = 16, 2
 SMALL = {"vc_dim": 3, "horizon": 64, "head_dim": 8, "state_dim": 4}
 
 
-def request_routing(vc_dim, num_tokens, field_size=5):
+def request_routing(vc_dim, num_tokens, field_size=5, selector="request"):
     torch.manual_seed(0)
     return LearnedRouting(
-        HIDDEN, HEADS, Geometry(vc_dim, field_size), selector="request",
+        HIDDEN, HEADS, Geometry(vc_dim, field_size), selector=selector,
         router_init="previous_token", request_tokens=num_tokens,
     )  # fmt: skip
+
+
+def scorer_of(routing):
+    (selector,) = routing.selectors.values()
+    return selector.scorer
+
+
+def scored(selector):
+    """Draw scores that differ from token to token, which at the start they do not."""
+    torch.nn.init.normal_(selector.scorer.weight, std=0.3)
+    return selector
+
+
+def score_every_set(geometry, asked, points):
+    """Score the sets of points (W) that hyperplanes hold: {set: (score, first hyperplane)}."""
+    found = {}
+    for index, holds in enumerate(geometry.incidence()[:, points].tolist()):
+        if any(holds) and tuple(holds) not in found:
+            score = sum(s for s, held in zip(asked, holds, strict=True) if held)
+            found[tuple(holds)] = score, index
+    return found
 
 
 @pytest.mark.parametrize(("vc_dim", "num_tokens"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3)])
@@ -63,8 +85,72 @@ def test_a_hash_that_is_trained_names_what_it_files_under_the_token_alone():
     assert incidence[reads.query_type[:, :-1, :, 0], reads.profile[:, 1:]].all()
 
 
-def test_packed_requests_do_not_look_over_the_start_of_their_sequence():
-    routing = request_routing(4, 3, field_size=3).double()
+@pytest.mark.parametrize(("vc_dim", "field_size", "width"), [(2, 7, 3), (3, 3, 4), (4, 2, 4)])
+def test_a_learned_request_reads_the_best_scored_hyperplane(vc_dim, field_size, width):
+    geometry = Geometry(vc_dim, field_size)
+    torch.manual_seed(0)
+    selector = scored(LearnedRequest(HIDDEN, HEADS, geometry, 3, width)).double()
+    hidden = torch.randn(40, HIDDEN, dtype=torch.float64, requires_grad=True)
+    points = torch.randint(geometry.num_profiles, (40, HEADS, width))
+    reads = selector(hidden, points)
+    probe = torch.randn(40, HEADS, 3, dtype=torch.float64)
+    (found,) = torch.autograd.grad((reads.read_weight * probe).sum(), hidden)
+    asked, expected = selector.scorer(hidden), 0.0
+    for token in range(40):
+        for head in range(HEADS):
+            sets = score_every_set(geometry, asked[token], points[token, head])
+            best = sorted(sets.values(), key=lambda each: -each[0].item())[:3]
+            score, index = zip(*best, strict=True)
+            assert reads.query_type[token, head, : len(best)].tolist() == list(index)
+            assert reads.read_weight[token, head].tolist() == [1, 0, 0]
+            share = torch.stack(score).softmax(0)
+            expected = expected + (share * probe[token, head, : len(best)]).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(expected, hidden)[0])
+    with torch.no_grad():
+        alone = selector(hidden, points)
+    assert torch.equal(alone.query_type, reads.query_type[..., :1])
+    assert torch.equal(alone.read_weight, reads.read_weight[..., :1])
+
+
+@pytest.mark.parametrize(("vc_dim", "num_tokens"), [(1, 1), (2, 1), (3, 2), (4, 3), (3, 3), (2, 3)])
+def test_a_learned_request_for_some_tokens_reads_as_the_rule_for_these(vc_dim, num_tokens):
+    rule = request_routing(vc_dim, num_tokens)
+    learned = request_routing(vc_dim, 4, selector="learned_request")
+    with torch.no_grad():  # the last tokens are asked for, the own a little more, others are not
+        scorer_of(learned).weight.zero_()
+        scorer_of(learned).bias.zero_()[:num_tokens] = 1.0
+        scorer_of(learned).bias[0] = 1.5
+    hidden, incidence = torch.randn(4, 60, HIDDEN), Geometry(vc_dim, 5).incidence()
+    asked = rule.request_cells(hidden, "5", None, None, slice(None))
+    by_rule = incidence[rule(hidden)[0].query_type, asked].sum(-1)
+    by_score = incidence[learned(hidden)[0].query_type[..., :1], asked].sum(-1)
+    holds_all = by_rule == num_tokens
+    assert holds_all.all() == (num_tokens < max(vc_dim, 2))
+    assert torch.equal(by_score == num_tokens, holds_all)
+    assert (by_score >= by_rule).all()  # where none holds all, as many as one can
+
+
+def test_all_heads_ask_for_the_same_tokens():
+    selector = scored(LearnedRequest(HIDDEN, HEADS, Geometry(2, 101), request_tokens=3))
+    hidden, points = torch.randn(50, HIDDEN), torch.randperm(101)[:6].view(1, HEADS, 3)
+    reads = selector(hidden, points.expand(50, -1, -1))  # each token under a point of its own
+    best = selector.scorer(hidden).argmax(-1)
+    assert len(best.unique()) == 3
+    assert torch.equal(reads.query_type[..., 0], points[0].T[best])
+
+
+def test_a_scorer_of_requests_learns_by_comparison_with_other_hyperplanes():
+    torch.manual_seed(0)
+    settings = dataclasses.replace(MemorySettings.even(), request_tokens=3)
+    layer = Mamba2.with_memory(HIDDEN, **SMALL, selector="learned_request", settings=settings)
+    layer(torch.randn(2, 64, HIDDEN))[0].square().sum().backward()
+    scorer = scorer_of(layer.memory.learned)
+    assert all(each.grad.abs().max() > 0 for each in scorer.parameters())
+
+
+@pytest.mark.parametrize("selector", ["request", "learned_request"])
+def test_packed_requests_do_not_look_over_the_start_of_their_sequence(selector):
+    routing = request_routing(4, 3, field_size=3, selector=selector).double()
     hidden = torch.randn(1, 17, HIDDEN, dtype=torch.float64)
     edges = torch.tensor([0, 1, 3, 10, 17])
     first = torch.cat([torch.full((b - a,), a) for a, b in itertools.pairwise(edges.tolist())])
@@ -73,8 +159,9 @@ def test_packed_requests_do_not_look_over_the_start_of_their_sequence():
     assert torch.equal(packed.query_type, torch.cat([x.query_type for x in apart], 1))
 
 
-def test_rows_that_are_asked_for_read_as_all_rows_do():
-    routing, hidden = request_routing(4, 3, field_size=3), torch.randn(2, 20, HIDDEN)
+@pytest.mark.parametrize("selector", ["request", "learned_request"])
+def test_rows_that_are_asked_for_read_as_all_rows_do(selector):
+    routing, hidden = request_routing(4, 3, 3, selector), torch.randn(2, 20, HIDDEN)
     whole, rows = routing(hidden)[0], torch.tensor([0, 1, 7, 19])
     found, _ = routing(hidden, queries=rows)
     assert torch.equal(found.query_type, whole.query_type[:, rows])
@@ -167,6 +254,14 @@ def test_positive_keys_and_queries_begin_with_a_positive_product():
         k, q = layer.conv(inputs)[..., layer.inner_size :].chunk(2, -1)
         share = (q @ k.mT > 0).float().mean()
         assert least <= share <= most
+
+
+def test_what_a_request_cannot_be_is_refused_with_numbers():
+    options = {"hidden_size": HIDDEN, "num_heads": HEADS, "geometry": Geometry(3, 5)}
+    with pytest.raises(ValueError, match="between 1 and 8 to be scored, got 9"):
+        LearnedRouting(**options, selector="learned_request", request_tokens=9)
+    with pytest.raises(ValueError, match="num_reads must be 1 or more, got 0"):
+        LearnedRouting(**options, selector="learned_request", num_reads=0)
 
 
 def test_a_request_needs_a_token_before():

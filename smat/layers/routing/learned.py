@@ -90,8 +90,11 @@ class LearnedRouting(nn.Module):
         self.conv = ShortConvolution(hidden_size, conv_width, activation=False)
         sizes = (hidden_size, num_heads)
         self.projections = nn.ModuleDict({key: HashProjection(*sizes, each) for key, each in keyed})
+        reads: dict[str, int] = {"num_reads": num_reads}
+        if reads_request:
+            reads["request_tokens"] = request_tokens
         self.selectors = nn.ModuleDict(
-            {key: self.kind(*sizes, each, num_reads) for key, each in keyed}
+            {key: self.kind(*sizes, each, **reads) for key, each in keyed}
         )
         self.router_init, self.num_kept = router_init, max(conv_width, selector_conv) - 1
         self.selector_conv, self.request_tokens = None, request_tokens

@@ -19,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
-from smat.masks import SMatMask, agreeing_direction, type_through_cell
+from smat.layers.routing.request import LearnedRequest, RequestHyperplane
+from smat.masks import SMatMask, type_through_cell
 from smat.ops.smat.routing import Routing
 
 
@@ -163,62 +164,15 @@ class OwnCell(nn.Module):
         return Routing(query_type=profile.unsqueeze(-1), read_weight=weight)
 
 
-class RequestHyperplane(nn.Module):
-    """Read the one hyperplane through the points of all tokens that a query asks for.
-
-    >>> reads = RequestHyperplane(8, 2, Geometry(3, 5))(
-    ...     torch.randn(1, 1, 8), torch.tensor([[[[7, 11], [7, 12]]]])
-    ... )
-    >>> reads.query_type  # lines of both points, in each head
-    tensor([[[[ 8],
-              [27]]]])
-
-    The rule of multi-key recall, for a hash that is learned: H_(a, a . u) through the query's own
-    point u, with the first direction a on which all points agree, direction 0 if there is none. Up
-    to d - 1 points always lie on one hyperplane; more do only by chance. There is nothing to learn,
-    and points (B, T, H, k), the own first, are given. Cost: T k A / 8 bytes, A directions.
-    """
-
-    needs_own_profile = False
-    reads_request = True
-    reads_points = False
-
-    def __init__(
-        self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 1
-    ) -> None:
-        super().__init__()
-        self.geometry = geometry
-
-    def cut_heads(self, ranks: HeadRanks) -> None:
-        """Do nothing: there are no parameters."""
-
-    def forward(self, hidden: Tensor, points: Tensor) -> Routing:
-        query_type = _type_through(points, self.geometry.vc_dim, self.geometry.field_size)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        weight = hidden.new_ones(query_type.shape, dtype=wide)
-        return Routing(query_type=query_type, read_weight=weight)
-
-
-# An operator of its own, for compilers: the tables of a geometry are cached.
-@torch.library.custom_op("smat::type_through", mutates_args=())
-def _type_through(points: Tensor, vc_dim: int, field_size: int) -> Tensor:
-    """Name the hyperplane through points (..., k), or through the first: (..., 1)."""
-    geometry = Geometry(vc_dim, field_size)
-    direction, _ = agreeing_direction(geometry, points)
-    return type_through_cell(geometry, direction, points[..., 0]).unsqueeze(-1)
-
-
-@_type_through.register_fake
-def _(points: Tensor, vc_dim: int, field_size: int) -> Tensor:
-    return points.new_empty(*points.shape[:-1], 1)
-
-
-SELECTORS: Mapping[str, type[Selector] | type[OwnCell] | type[RequestHyperplane]] = {
+SELECTORS: Mapping[
+    str, type[Selector] | type[OwnCell] | type[RequestHyperplane] | type[LearnedRequest]
+] = {
     "top_types": TopTypes,
     "factored": FactoredTopTypes,
     "own_hyperplane": OwnHyperplane,
     "own_cell": OwnCell,
     "request": RequestHyperplane,
+    "learned_request": LearnedRequest,
 }
 
 
