@@ -27,7 +27,7 @@ from smat.layers import (
 HIDDEN, VOCAB, HORIZON = 12, 7, 22
 WINDOW = smat.schedules.window(step=4)
 CONVOLVED = MemorySettings(selector_conv=6)  # wider than the hash's
-REQUEST = dataclasses.replace(MemorySettings.even(), request_tokens=3)
+REQUEST = dataclasses.replace(MemorySettings.even(), request_tokens=3, request_noise=0.0)
 
 
 class PlainWrites(ProfileMemory):

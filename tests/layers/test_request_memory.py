@@ -139,6 +139,29 @@ def test_all_heads_ask_for_the_same_tokens():
     assert torch.equal(reads.query_type[..., 0], points[0].T[best])
 
 
+def test_noise_changes_requests_in_training_alone():
+    settings = dataclasses.replace(MemorySettings.even(), request_tokens=3)
+    layer = Mamba2.with_memory(HIDDEN, **SMALL, selector="learned_request", settings=settings)
+    (selector,) = layer.memory.learned.selectors.values()
+    assert selector.noise == settings.request_noise > 0
+    x = torch.randn(2, 64, HIDDEN)
+    torch.manual_seed(0)
+    first = layer(x)[0]
+    assert not torch.equal(layer(x)[0], first)
+    torch.manual_seed(0)
+    assert torch.equal(layer(x)[0], first)
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+    points = torch.tensor([[0, 1, 2]]).expand(2000, HEADS, 3)
+    lines = LearnedRequest(HIDDEN, HEADS, Geometry(2, 101), 1, 3, noise=0.5)
+    with torch.no_grad():  # the first of two scores 0.5 more, the third does not count
+        lines.scorer.bias.copy_(torch.tensor([0.5, 0.0, -99.0]))
+        chosen = lines(torch.zeros(2000, HIDDEN), points).query_type[..., 0]
+    assert torch.equal(chosen[:, 0], chosen[:, 1])
+    expected = 0.5 * math.erfc(0.5)  # that noise of 0.5 sqrt(2) makes up for 0.5
+    assert chosen[:, 0].double().mean().item() == pytest.approx(expected, abs=0.04)
+
+
 def test_a_scorer_of_requests_learns_by_comparison_with_other_hyperplanes():
     torch.manual_seed(0)
     settings = dataclasses.replace(MemorySettings.even(), request_tokens=3)
@@ -262,8 +285,12 @@ def test_what_a_request_cannot_be_is_refused_with_numbers():
         LearnedRouting(**options, selector="learned_request", request_tokens=9)
     with pytest.raises(ValueError, match="num_reads must be 1 or more, got 0"):
         LearnedRouting(**options, selector="learned_request", num_reads=0)
+    with pytest.raises(ValueError, match="request_noise must be 0 or more, got -1"):
+        MemorySettings(request_noise=-1.0)
 
 
-def test_a_request_needs_a_token_before():
-    with pytest.raises(ValueError, match="conv_width of 2 or more, got 1"):
-        LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector="request", conv_width=1)
+@pytest.mark.parametrize("given", [{"conv_width": 1}, {"selector_conv": 3}])
+def test_a_request_needs_a_token_before_and_no_convolution_of_its_own(given):
+    width, conv = given.get("conv_width", 4), given.get("selector_conv", 0)
+    with pytest.raises(ValueError, match=f"conv_width of 2 or more and .*, got {width} and {conv}"):
+        LearnedRouting(HIDDEN, HEADS, Geometry(3, 5), selector="request", **given)

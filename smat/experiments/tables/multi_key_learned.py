@@ -18,15 +18,18 @@ from smat.training import TrainingConfig
 DESCRIBE = """\
 The models of multi-key recall without learned positions (the task needs none, and under them a \
 key has another address at every place), a short convolution of 3 in every mixer. Mamba-2 + SMat \
-reads one hyperplane a head: through the points of all k keys of the request if there is one, \
-through the last key's own in direction 0 otherwise, as the rule of the paper's main table has \
-it. Its hash is learned, from a balance loss alone (weight 0.01, to the end) that spreads what is \
-written evenly over all families of hyperplanes, so that training cannot file keys together; what \
-is written, how strongly, and what becomes of what is read is learned from the task. The keys and \
-queries of Mamba-2 begin about one positive vector, so that a read begins as the sum of what its \
-hyperplane holds. Beside it, with the same start, four learned reads a head over a hash that \
-learns from the task; the memory as the paper's text has it; and Mamba-2 alone. All rows have the \
-same steps."""
+reads one hyperplane a head: it learns a score for each of the last four tokens of a query, the \
+same in all heads and for every k, and reads the hyperplane through those of them whose scores \
+have the largest sum. Its hash is learned, from a balance loss alone (weight 0.01, to the end) \
+that spreads what is written evenly over all families of hyperplanes, so that training cannot \
+file keys together; what is read, what is written, how strongly, and what becomes of it is \
+learned from the task. The keys and queries of Mamba-2 begin about one positive vector, so that a \
+read begins as the sum of what its hyperplane holds. Beside it, with the same start: a rule that \
+knows k in place of the scores (the hyperplane through all k keys if there is one, through the \
+last key's own in direction 0 otherwise, as in the paper's main table); four learned reads a head \
+over a hash that learns from the task; the memory as the paper's text has it; and Mamba-2 alone. \
+All rows have the same steps."""
+REQUEST_TOKENS = 4  # that are scored: more than any request names
 
 
 def rows(task: MultiKeyRecall, width: int, training: TrainingConfig) -> dict[str, Arm]:
@@ -41,11 +44,13 @@ def rows(task: MultiKeyRecall, width: int, training: TrainingConfig) -> dict[str
 
     stays = training.changed(balance_weight=0.01, balance_anneal=0)
     falls = training.changed(balance_weight=0.01)
-    asked = {"request_tokens": task.num_keys}
+    asked, scored = {"request_tokens": task.num_keys}, {"request_tokens": REQUEST_TOKENS}
+    even = {"settings": "even"}
     convolved = {**asked, "selector_conv": 3 if task.num_keys > 1 else 0}
     made = {"mamba2": arm("Mamba-2", "mamba2", training)}
     for suffix, how, recipe, options in (
-        ("", ", hyperplane by rule", stays, {"settings": "even", "selector": "request", **asked}),
+        ("_learned", ", learned", stays, {**even, "selector": "learned_request", **scored}),
+        ("", ", hyperplane by rule", stays, {**even, "selector": "request", **asked}),
         ("_four", ", four learned reads", falls, {"key_init": "positive", **convolved}),
         ("_text", ", as the text", falls, {"settings": "paper"}),
     ):

@@ -105,6 +105,7 @@ class Memory(ContentRouting):
         learned["router_init"] = chosen.router_init
         learned["selector_conv"] = chosen.selector_conv
         learned["request_tokens"] = chosen.request_tokens
+        learned["request_noise"] = chosen.request_noise
         learned["detached"] = chosen.straight_through == "none"
         super().__init__(LearnedRouting(hidden_size, num_heads, geometries, **learned))
         self.hidden_size, self.num_heads, self.settings = hidden_size, num_heads, chosen

@@ -50,12 +50,13 @@ class LearnedRouting(nn.Module):
     `geometry` is the one of a horizon, so that one set of parameters serves every length; or
     several, each with its own hash and scorer, as the paper's recall models have one for every
     training length. `selector` names a class of selectors.py: "top_types" (the paper's four reads),
-    "factored", "own_hyperplane", "own_cell" or "request", the hyperplane through the points of the
-    last `request_tokens` tokens.
+    "factored", "own_hyperplane", "own_cell", "request", the hyperplane through the points of the
+    last `request_tokens` tokens, or "learned_request", through those of them that are asked for.
 
     An address depends on its own token and the three before it, over the boundary of the local
-    branch too. `router_init`, `selector_conv` and `request_tokens` are those of `MemorySettings`;
-    with `detached` no gradient of what is written reaches the hash, only that of a balance loss.
+    branch too. `router_init`, `selector_conv`, `request_tokens` and `request_noise` are those of
+    `MemorySettings`; with `detached` no gradient of what is written reaches the hash, only that of
+    a balance loss.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class LearnedRouting(nn.Module):
         router_init: str = "random",
         selector_conv: int = 0,
         request_tokens: int = 1,
+        request_noise: float = 0.0,
         detached: bool = False,
     ) -> None:
         super().__init__()
@@ -79,8 +81,9 @@ class LearnedRouting(nn.Module):
         if not reads_request and request_tokens > max(1, selector_conv):
             taps = f"a convolution of {selector_conv} before the scorer, got {request_tokens}"
             raise ValueError(f"request_tokens must fit the taps of {taps}")
-        if reads_request and conv_width < 2:
-            raise ValueError(f"a request needs a conv_width of 2 or more, got {conv_width}")
+        if reads_request and (conv_width < 2 or selector_conv):
+            needs = "a conv_width of 2 or more and no selector_conv"
+            raise ValueError(f"a request needs {needs}, got {conv_width} and {selector_conv}")
         several = [geometry] if isinstance(geometry, Geometry) else list(geometry)
         if len({each.vc_dim for each in several}) != 1:
             raise ValueError(f"one VC dimension and at least one field size, got {several}")
@@ -90,9 +93,9 @@ class LearnedRouting(nn.Module):
         self.conv = ShortConvolution(hidden_size, conv_width, activation=False)
         sizes = (hidden_size, num_heads)
         self.projections = nn.ModuleDict({key: HashProjection(*sizes, each) for key, each in keyed})
-        reads: dict[str, int] = {"num_reads": num_reads}
+        reads: dict[str, Any] = {"num_reads": num_reads}
         if reads_request:
-            reads["request_tokens"] = request_tokens
+            reads |= {"request_tokens": request_tokens, "noise": request_noise}
         self.selectors = nn.ModuleDict(
             {key: self.kind(*sizes, each, **reads) for key, each in keyed}
         )

@@ -17,7 +17,7 @@ from smat.masks import agreeing_direction, type_through_cell
 from smat.ops.smat.routing import Routing
 
 MOST_TOKENS = 8  # that are scored: their sets are told apart by the bits of a number
-START_STD = 0.1  # of the scores that they begin with, about 1
+START_STD = 0.02  # of the scores that they begin with, about 1
 BLOCK = 1 << 20  # numbers at a time
 
 
@@ -48,6 +48,7 @@ class RequestHyperplane(nn.Module):
         geometry: Geometry,
         num_reads: int = 1,
         request_tokens: int = 1,
+        noise: float = 0.0,
     ) -> None:
         super().__init__()
         self.geometry = geometry
@@ -89,6 +90,7 @@ class LearnedRequest(nn.Module):
         geometry: Geometry,
         num_reads: int = 4,
         request_tokens: int = 4,
+        noise: float = 0.0,
     ) -> None:
         super().__init__()
         if num_reads < 1:
@@ -98,7 +100,7 @@ class LearnedRequest(nn.Module):
             raise ValueError(
                 f"request_tokens must lie {between} to be scored, got {request_tokens}"
             )
-        self.geometry = geometry
+        self.geometry, self.noise = geometry, noise
         self.num_reads = min(num_reads, 2**request_tokens - 1)
         self.scorer = nn.Linear(hidden_size, request_tokens)
         self.reset_parameters()
@@ -114,6 +116,8 @@ class LearnedRequest(nn.Module):
     def forward(self, hidden: Tensor, points: Tensor) -> Routing:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         asked = self.scorer(hidden).to(wide)
+        if self.training and self.noise:
+            asked = asked + self.noise * torch.randn_like(asked)
         types = _types_through_sets(points, self.geometry.vc_dim, self.geometry.field_size)
         token = torch.arange(asked.shape[-1], device=points.device)
         sets = torch.arange(types.shape[-1], device=points.device)
