@@ -9,6 +9,7 @@ import torch
 
 from smat.geometry import Geometry
 from smat.layers import LearnedRouting, Mamba2, MemorySettings
+from smat.layers.routing import request
 from smat.layers.routing.balance import hyperplane_balance
 from smat.layers.routing.request import LearnedRequest
 from smat.layers.routing.routers import balance_loss
@@ -128,6 +129,26 @@ def test_a_learned_request_for_some_tokens_reads_as_the_rule_for_these(vc_dim, n
     assert holds_all.all() == (num_tokens < max(vc_dim, 2))
     assert torch.equal(by_score == num_tokens, holds_all)
     assert (by_score >= by_rule).all()  # where none holds all, as many as one can
+
+
+def test_at_first_all_of_the_last_tokens_are_asked_for_in_an_order_that_is_drawn():
+    torch.manual_seed(0)
+    selectors = [LearnedRequest(HIDDEN, HEADS, Geometry(4, 5), request_tokens=4) for _ in "abcd"]
+    asked = torch.stack([each.scorer(torch.randn(5, HIDDEN)) for each in selectors])
+    assert (asked == asked[:, :1]).all()  # whatever the query is
+    assert ((asked - 1).abs() < 0.1).all()
+    assert len({tuple(each.argsort().tolist()) for each in asked[:, 0]}) > 1
+
+
+def test_requests_that_are_named_a_block_at_a_time_are_the_same(monkeypatch):
+    points = torch.randint(25, (3, 7, HEADS, 3), generator=torch.Generator().manual_seed(0))
+    whole = request._types_through_sets(points, 3, 5)
+    monkeypatch.setattr(request, "BLOCK", 50)  # some three rows
+    assert torch.equal(request._types_through_sets(points, 3, 5), whole)
+    assert (whole[..., 0] == -1).all()
+    line = request._types_through_sets(points * 0, 1, 5)  # of one point all are asked for
+    assert line[..., -1].eq(0).all()
+    assert line[..., :-1].eq(-1).all()
 
 
 def test_all_heads_ask_for_the_same_tokens():
