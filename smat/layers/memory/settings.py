@@ -53,9 +53,9 @@ class MemorySettings:
         two taps stayed at 0. The selector "request" reads the hyperplane through these tokens,
         "learned_request" the one through those of them that it has learned to be asked for.
     request_noise: the standard deviation of noise on the scores of "learned_request", in training
-        alone, for a margin: without it a score goes no further than being right in training, and
-        the hyperplane's chance members push back (d = 4, three keys: 72 % to 99 % from one look to
-        the next; with 0.3 always above 95 %). 0 in other settings, where no score is learned so.
+        alone, so that they keep a margin: without it they go no further than being right, and what
+        a hyperplane holds by chance pushes back (three keys, d = 4, T = 256, 750 steps, two seeds:
+        98.9 and 71.8 % without, 98.8 and 96.1 % with 0.3). Other selectors take no notice.
     balance: what the balance loss evens out: "coordinates" (the paper's) the bins of each, over all
         distant tokens; "hyperplanes" all families of parallel hyperplanes, over what is written.
     key_init: "positive" starts Mamba-2's keys and queries about one positive vector (a bias of 1 in
