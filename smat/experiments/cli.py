@@ -39,7 +39,6 @@ def examples(*commands: str) -> str:
 EngineName = Literal["local", "ray"]
 PrecisionName = Literal["fp32", "bf16"]
 StrategyName = Literal["ddp", "fsdp", "tensor"]
-PRECISIONS: dict[PrecisionName, str] = {"fp32": "32-true", "bf16": "bf16-mixed"}
 Out = Annotated[Path, typer.Option(help="Folder of runs, records and the report.")]
 
 
@@ -116,6 +115,7 @@ def run(
     from smat.data.shards import DATA_VARIABLE
     from smat.experiments.display import Display
     from smat.experiments.engine import SerialEngine, is_first_process, run_all
+    from smat.experiments.run import PRECISIONS
     from smat.experiments.store import Store
     from smat.experiments.tables import find_experiment
 

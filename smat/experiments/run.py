@@ -26,6 +26,7 @@ from smat.training import TrainingConfig
 
 HOMES = ("smat.tasks.", "smat.models.")  # configurations that need no module in their name
 CHANGES_NOTHING = {"training": {"checkpoint_seconds", "accumulate"}}
+PRECISIONS = {"fp32": "32-true", "bf16": "bf16-mixed"}  # by the names that users give
 Seeds = Sequence[int] | None
 
 

@@ -134,9 +134,9 @@ def prose(text: str) -> str:
 
 def progress(experiment: Experiment, table: tables.ResultTable) -> str:
     """Say how many of the runs of a preset are done."""
-    keys = {record.key for record in table.records}
+    made = {(record.run.arm, record.run.cell, record.run.seed) for record in table.records}
     runs = experiment.runs(table.preset, None) if table.preset in experiment.presets else []
-    done = f"{sum(run.key in keys for run in runs)} of {len(runs)}"
+    done = f"{sum((run.arm, run.cell, run.seed) in made for run in runs)} of {len(runs)}"
     return done if runs else f"{len(table.records)} runs"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from importlib.resources import files
@@ -14,7 +15,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
-from smat.experiments.run import Experiment
+from smat.experiments.run import PRECISIONS, Experiment
 
 PaperTable = Mapping[str, Any]  # one table of published.json
 Published = Mapping[str, PaperTable]
@@ -105,16 +106,30 @@ def select(records: Iterable[Record], experiment: str, preset: str) -> list[Reco
 def select_current(
     records: Iterable[Record], experiment: Experiment, preset: str
 ) -> tuple[list[Record], str]:
-    """Keep the records of a preset as it is now, and say how many others are left out."""
+    """Keep the records of a preset as it is now, and say how many others are left out.
+
+    Where a run has none, that of another precision stands for it, and what is said counts it too.
+    """
     found = select(records, experiment.name, preset)
     if not found or preset not in experiment.presets:
         return found, ""
     seeds = sorted({record.run.seed for record in found})
-    keys = {run.key for run in experiment.runs(preset, seeds)}
-    current = [record for record in found if record.key in keys]
-    num_old = len(found) - len(current)
-    made = f"{num_old} of {len(found)} runs were made with other settings"
-    return current, f"{made} than the preset {preset} has now, and are not shown." * bool(num_old)
+    own = {run.key for run in experiment.runs(preset, seeds)}
+    precision_of = {
+        run.key: name
+        for name, precision in PRECISIONS.items()
+        for run in experiment.with_training(precision=precision).runs(preset, seeds)
+        if run.key not in own
+    }
+    have = {record.run for record in found if record.key in own}
+    shown = [r for r in found if r.key in own or (r.key in precision_of and r.run not in have)]
+    notes, num_old = [], len(found) - len(shown)
+    if num_old:
+        made = f"{num_old} of {len(found)} runs were made with other settings"
+        notes.append(f"{made} than the preset {preset} has now, and are not shown.")
+    others = Counter(precision_of[record.key] for record in shown if record.key not in own)
+    notes += [f"{n} of {len(shown)} runs were trained in {name}." for name, n in others.items()]
+    return shown, " ".join(notes)
 
 
 def facts_of(records: Sequence[Record]) -> dict[str, str]:

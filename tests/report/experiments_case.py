@@ -1,11 +1,12 @@
 """An experiment and records of it, made up: no number here was measured."""
 
 import json
+from dataclasses import dataclass
 from html.parser import HTMLParser
-from types import SimpleNamespace
 
-from smat.experiments.run import Experiment
+from smat.experiments.run import Experiment, Run
 from smat.report.records import Record
+from smat.training import TrainingConfig
 
 ARMS = {"softmax": "Softmax", "smat_d2": "SMat <d|2> & *co*", "smat_d3": "SMat (d = 3)"}
 CELLS = {"k=1": "k = 1", "k=2": "k = 2", "k=3": "k = 3"}
@@ -37,18 +38,30 @@ PUBLISHED = {
 }
 
 
-def key_of(preset, arm, cell, seed):
-    return f"{preset}-{arm}-{cell}-{seed}"
+@dataclass(frozen=True)
+class Needle:
+    """A task, as far as a report asks for it, and a model that nobody builds."""
+
+    def describe(self):
+        return "Find <the> `needle`.\n\n- in hay\n- in straw"
 
 
 def runs(preset, seeds=None):
-    task = SimpleNamespace(describe=lambda: "Find <the> `needle`.\n\n- in hay\n- in straw")
+    training = TrainingConfig(steps=10, batch_size=2, learning_rate=0.1)
     return [
-        SimpleNamespace(key=key_of(preset, arm, cell, seed), task=task)
+        Run(
+            experiment="made-up", preset=preset, arm=arm, cell=cell, seed=seed, task=Needle(),
+            model=Needle(), training=training,
+        )
         for arm in ARMS
         for cell in CELLS
         for seed in ((0, 1, 2) if seeds is None else seeds)
-    ]
+    ]  # fmt: skip
+
+
+def key_of(preset, arm, cell, seed):
+    found = [each.key for each in runs(preset, [seed]) if (each.arm, each.cell) == (arm, cell)]
+    return found[0] if found else f"{arm} and {cell} are unknown"
 
 
 EXPERIMENT = Experiment(

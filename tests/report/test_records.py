@@ -105,6 +105,22 @@ def test_records_of_settings_that_have_changed_since_are_known():
     assert select_current([fresh, old], EXPERIMENT, "no longer a preset") == ([], "")
 
 
+def test_a_run_in_another_precision_stands_where_there_is_none_and_is_pointed_out():
+    (run, *_) = EXPERIMENT.with_training(precision="bf16-mixed").choose(
+        "paper", [7], ["softmax", "k=1"]
+    )
+    own, narrow = (
+        make_record("softmax", "k=1", 7, 50.0),
+        make_record("softmax", "k=1", 7, 40.0, key=run.key),
+    )
+    assert narrow.key != own.key
+    shown, note = select_current([narrow], EXPERIMENT, "paper")
+    assert (shown, note) == ([narrow], "1 of 1 runs were trained in bf16.")
+    shown, note = select_current([narrow, own], EXPERIMENT, "paper")
+    assert shown == [own]
+    assert note.startswith("1 of 2 runs were made with other settings")
+
+
 def test_facts_tell_machines_times_commits_and_days():
     told = [
         {"minutes": 3, "commit": "a" * 40, "finished": "2026-11-16T01:02:03+00:00"},
