@@ -19,7 +19,8 @@ import torch
 PACKAGE = Path(__file__).parent
 # Parameters of mallopt, by the names that its manual has.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-LARGEST = 1 << 30
+OF_A_CALL = 256 << 20, 31 << 20  # bytes that `keep_freed_memory` keeps, and the largest block
+OF_TRAINING = (1 << 31) - 1, 1 << 30  # a process that trains asks for all of it at every step
 CPUINFO = Path("/proc/cpuinfo")
 # A product that is large enough to reach the instructions that some machines only pretend to have.
 PROBE = "import torch; x = torch.ones(512, 512, dtype=torch.bfloat16); (x @ x).sum().item()"
@@ -28,6 +29,7 @@ SAFE_ISA = "AVX512_CORE_FP16"  # all that oneDNN knows of without AMX
 PATIENCE = 20  # seconds that a copy of this process may take for the probe
 
 _log = logging.getLogger("smat")
+_kept = 0  # bytes
 
 
 def describe_hardware(device: torch.device | str = "cpu") -> dict[str, str | int]:
@@ -54,18 +56,24 @@ def num_cores() -> int:
 
 
 @cache
-def keep_freed_memory() -> None:
-    """Let malloc keep what this process frees, once: a step of training asks for it all again.
+def keep_freed_memory(num_bytes: int, largest_block: int) -> None:
+    """Let malloc keep up to this many bytes that the process frees, in blocks up to the largest.
 
-    Tensors of many megabytes otherwise come from the system page by page and go back after every
-    use, which took more than half of a step of multi-key recall on a CPU. For processes that do
-    nothing but train: memory stays with them to their end.
+    >>> keep_freed_memory(*OF_A_CALL)
+
+    glibc gives large blocks back to the system at once, and the top of its heap as soon as some
+    megabytes of it are free; every temporary then pays for fresh pages, which cost more than the
+    arithmetic on them (more than half of a step of multi-key recall). Of all that was asked for,
+    the most counts. Other allocators, and users who set MALLOC_TRIM_THRESHOLD_, are left alone.
     """
-    if platform.libc_ver()[0] != "glibc":
+    global _kept
+    if num_bytes <= _kept:
         return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST)
-    libc.mallopt(M_TRIM_THRESHOLD, LARGEST)
+    _kept = num_bytes
+    if platform.libc_ver()[0] == "glibc" and "MALLOC_TRIM_THRESHOLD_" not in os.environ:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, largest_block)
+        libc.mallopt(M_TRIM_THRESHOLD, num_bytes)
 
 
 def processor_name() -> str:

@@ -16,7 +16,6 @@ import torch
 
 from smat.experiments.run import Run
 from smat.experiments.store import BusyError, Store, claim, make_record, sign_folder
-from smat.machine import keep_freed_memory
 from smat.tasks.task import seed_of
 from smat.training import Interrupted, Progress, train
 from smat.training.checkpoint import remove_checkpoints
@@ -88,7 +87,6 @@ def attempt(
 
     Of several processes, one to a device, the first keeps the folder and the record.
     """
-    keep_freed_memory()
     try:
         if should_stop():
             raise Interrupted(0)

@@ -148,7 +148,7 @@ class _Convolve(torch.autograd.Function):
     ) -> Tensor:
         taps, out = _taps(x, weight), torch.empty_like(x)
         for tile, since in _tiles(x, first, len(taps)):
-            z = _sum_taps(x, taps, bias, since, tile)
+            z = _sum_taps(_near(x, taps, tile), taps, bias, since, tile)
             out[tile] = F.silu(z, inplace=True) if activation else z
         return out
 
@@ -165,11 +165,11 @@ class _Convolve(torch.autograd.Function):
         grad_x = torch.empty_like(x, dtype=taps.dtype)
         grad_taps, grad_bias = torch.zeros_like(taps), taps.new_zeros(len(weight))
         for tile, since in _tiles(x, first, len(taps)):
-            grad_z = grad[tile].to(taps.dtype)
+            grad_z, near = grad[tile].to(taps.dtype), _near(x, taps, tile)
             if ctx.activation:
-                z = _sum_taps(x, taps, bias, since, tile)
+                z = _sum_taps(near, taps, bias, since, tile)
                 grad_z = torch.ops.aten.silu_backward(grad_z, z)
-            _spread_taps(grad_z, x, taps, since, tile, grad_x, grad_taps)
+            _spread_taps(grad_z, near, taps, since, tile, grad_x, grad_taps)
             if bias is not None:
                 grad_bias += grad_z.sum((0, 1))
         to_bias = None if bias is None else grad_bias.to(bias.dtype)
@@ -213,20 +213,26 @@ def _hidden_runs(first: Tensor, width: int) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
+def _near(x: Tensor, taps: Tensor, tile: tuple[slice, slice]) -> Tensor:
+    """Return the inputs of a tile behind those it looks back to, widened once for all taps."""
+    rows, time = tile
+    return x[rows, max(time.start - len(taps) + 1, 0) : time.stop].to(taps.dtype)
+
+
 def _sum_taps(
-    x: Tensor, taps: Tensor, bias: Tensor | None, first: Tensor | None, tile: tuple[slice, slice]
+    near: Tensor, taps: Tensor, bias: Tensor | None, first: Tensor | None, tile: tuple[slice, slice]
 ) -> Tensor:
     """Return the sums before SiLU at a tile's tokens."""
-    z = x[tile] * taps[-1]
+    z = _before(near, 0, None, tile)[1] * taps[-1]
     for lag in range(1, len(taps)):
-        at, _, seen, _ = _before(x, lag, first, tile)
-        z[:, at:].addcmul_(seen.to(z.dtype), taps[-1 - lag])
+        at, seen, _ = _before(near, lag, first, tile)
+        z[:, at:].addcmul_(seen, taps[-1 - lag])
     return z if bias is None else z.add_(bias)
 
 
 def _spread_taps(
     grad_z: Tensor,
-    x: Tensor,
+    near: Tensor,
     taps: Tensor,
     first: Tensor | None,
     tile: tuple[slice, slice],
@@ -234,33 +240,34 @@ def _spread_taps(
     grad_taps: Tensor,
 ) -> None:
     """Add what a tile gives to the gradients of taps and inputs; earlier tiles have begun them."""
+    rows, time = tile
     grad_x[tile] = grad_z * taps[-1]
-    grad_taps[-1] += (grad_z * x[tile]).sum((0, 1))
+    grad_taps[-1] += (grad_z * _before(near, 0, None, tile)[1]).sum((0, 1))
     for lag in range(1, len(taps)):
-        at, begin, seen, hidden = _before(x, lag, first, tile)
+        at, seen, hidden = _before(near, lag, first, tile)
         pull = grad_z[:, at:]
         grad_taps[-1 - lag] += (pull * seen).sum((0, 1))
         if hidden is not None:
             pull = pull.masked_fill(hidden, 0)
-        grad_x[tile[0], begin : begin + pull.shape[1]].addcmul_(pull, taps[-1 - lag])
+        begin = time.start + at - lag
+        grad_x[rows, begin : begin + pull.shape[1]].addcmul_(pull, taps[-1 - lag])
 
 
 def _before(
-    x: Tensor, lag: int, first: Tensor | None, tile: tuple[slice, slice]
-) -> tuple[int, int, Tensor, Tensor | None]:
+    near: Tensor, lag: int, first: Tensor | None, tile: tuple[slice, slice]
+) -> tuple[int, Tensor, Tensor | None]:
     """Return the inputs `lag` before a tile's tokens, 0 where they may not look back so far.
 
-    Before them come the first token of the tile that has one and its place in x; behind them what
-    is hidden.
+    Before them comes the first token of the tile that has one; behind them what is hidden.
     """
     rows, time = tile
     length = time.stop - time.start
     at = min(max(lag - time.start, 0), length)
-    begin = max(time.start + at - lag, 0)
-    seen = x[rows, begin : begin + length - at]
+    end = near.shape[1] - lag
+    seen = near[:, end - (length - at) : end]
     if first is None:
-        return at, begin, seen, None
+        return at, seen, None
     token = torch.arange(time.start + at, time.stop, device=first.device)
     mine = first if len(first) == 1 else first[rows]
     hidden = (token - lag < mine[:, time.start + at : time.stop]).unsqueeze(-1)
-    return at, begin, seen.masked_fill(hidden, 0), hidden
+    return at, seen.masked_fill(hidden, 0), hidden

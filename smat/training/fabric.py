@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from smat.extras import require
-from smat.machine import guard_bfloat16
-from smat.ops.smat.operator import keep_freed_pages
+from smat.machine import OF_TRAINING, guard_bfloat16, keep_freed_memory
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -38,7 +37,7 @@ def make_fabric(
     if strategy in ("fsdp", "tensor"):
         strategy, index, num_devices = "auto", _join(kind), 1
     if kind == "cpu":
-        keep_freed_pages()  # a step's temporaries are those of the step before
+        keep_freed_memory(*OF_TRAINING)  # a step's temporaries are those of the step before
         if precision.startswith("bf16"):
             guard_bfloat16()
     for name in (

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
-import os
 from collections.abc import Iterator, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from smat.machine import OF_A_CALL, keep_freed_memory
 from smat.masks import SMatMask
 from smat.ops.backend import choose_backend, say_once
 from smat.ops.smat.arguments import check_values
@@ -24,8 +23,6 @@ TENSORS = (
     "positions", "cu_seqlens",
 )  # fmt: skip
 NUM_DIFFERENTIABLE = 7
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt
-KEPT_BYTES, LARGEST_HEAP_BLOCK = 256 << 20, 31 << 20
 
 
 @torch.library.custom_op("smat::attend", mutates_args=())
@@ -45,7 +42,7 @@ def attend(
     check_values(inputs.gates, inputs.routing, edges, positions, options.mask, k.shape[1])
     chosen = choose_backend(backend, q.device, *_dtypes(inputs), tokens=_num_tokens(inputs))
     say_once(chosen.name, q.device.type, backend)
-    keep_freed_pages()
+    keep_freed_memory(*OF_A_CALL)
     with torch.autocast(q.device.type, enabled=False):  # sums keep the op's own dtype
         if positions is None:
             return chosen.attend(inputs, options)
@@ -77,7 +74,7 @@ def attend_backward(
     inputs, positions = _sort(tensors)
     chosen = choose_backend(backend, inputs.q.device, *_dtypes(inputs), tokens=_num_tokens(inputs))
     length = inputs.k.shape[1]
-    keep_freed_pages()
+    keep_freed_memory(*OF_A_CALL)
     with torch.autocast(inputs.q.device.type, enabled=False):
         given = [x for x in tensors[:NUM_DIFFERENTIABLE] if x is not None]
         if positions is None:
@@ -153,23 +150,6 @@ def _answers_like(inputs: Inputs) -> tuple[Tensor, Tensor]:
 @lru_cache(maxsize=256)
 def _mask_from(recipe: str) -> SMatMask:
     return SMatMask.from_dict(json.loads(recipe))
-
-
-@cache
-def keep_freed_pages() -> None:
-    """Let malloc keep the pages of temporaries that were freed, once a process.
-
-    glibc gives the top of its heap back to the system as soon as some megabytes of it are free, and
-    every slice would then pay for fresh pages, which cost more than the arithmetic on them. So at
-    most ``KEPT_BYTES`` of freed memory stay with the process, unless its user has set
-    MALLOC_TRIM_THRESHOLD_. Allocators without this setting take no notice.
-    """
-    if "MALLOC_TRIM_THRESHOLD_" in os.environ:
-        return
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
-    if set_option is not None:
-        set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
-        set_option(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
 
 
 @attend.register_fake
