@@ -15,6 +15,7 @@ from smat.layers.routing.balance import (
 )
 from smat.layers.routing.hashed import DirectedRouting, HashedRouting
 from smat.layers.routing.learned import LearnedRouting
+from smat.layers.routing.request import LearnedRequest, RequestHyperplane
 from smat.layers.routing.routers import (
     ContentRouting,
     PositionalRouting,
@@ -25,7 +26,6 @@ from smat.layers.routing.selectors import (
     FactoredTopTypes,
     OwnCell,
     OwnHyperplane,
-    RequestHyperplane,
     TopTypes,
 )
 from smat.layers.smat_attention import SMatAttention
@@ -33,10 +33,10 @@ from smat.layers.softmax_attention import SoftmaxAttention
 
 __all__ = [
     "CallInfo", "ContentRouting", "DeltaNet", "DirectedRouting", "FactoredTopTypes",
-    "GatedDeltaNet", "HashedRouting", "LayerCaches", "LearnedRouting", "LogLinearGatedDeltaNet",
-    "LogLinearMamba2", "Mamba2", "Memory", "MemorySettings", "Mixer", "MixerCache",
-    "MixtureOfMemories", "OwnCell", "OwnHyperplane", "PositionalRouting", "ProfileMemory",
-    "RequestHyperplane", "Router", "SMatAttention", "SoftmaxAttention", "TopTypes",
+    "GatedDeltaNet", "HashedRouting", "LayerCaches", "LearnedRequest", "LearnedRouting",
+    "LogLinearGatedDeltaNet", "LogLinearMamba2", "Mamba2", "Memory", "MemorySettings", "Mixer",
+    "MixerCache", "MixtureOfMemories", "OwnCell", "OwnHyperplane", "PositionalRouting",
+    "ProfileMemory", "RequestHyperplane", "Router", "SMatAttention", "SoftmaxAttention", "TopTypes",
     "TransportedMemory", "balance_loss", "balance_weight", "hyperplane_balance", "kept_mask",
     "sum_balance_losses",
 ]  # fmt: skip

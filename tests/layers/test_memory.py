@@ -14,7 +14,7 @@ from smat.layers import (
     sum_balance_losses,
 )
 from smat.layers.mixer import reset_children
-from smat.layers.routing.selectors import SELECTORS
+from smat.layers.routing.selector_names import SELECTORS
 from smat.masks import SMatMask, doubling, kept, none, rebuilt, window
 from smat.ops import smat_attention
 from smat.ops.delta_rule.reference import delta_rule_reference

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smat.layers import CallInfo, MemorySettings, ProfileMemory, TransportedMemory
-from smat.layers.routing.selectors import SELECTORS
+from smat.layers.routing.selector_names import SELECTORS
 from smat.masks import SMatMask, kept, window
 from tests.layers.memory_definition import CPU, call, make, quietly
 from tests.layers.memory_definition import tokens_for as draw

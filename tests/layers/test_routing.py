@@ -11,7 +11,7 @@ from smat.layers.mixer import reset_children
 from smat.layers.routing.balance import balance_weight
 from smat.layers.routing.learned import HashProjection, LearnedRouting
 from smat.layers.routing.routers import CallInfo, ContentRouting, balance_loss, distant_tokens
-from smat.layers.routing.selectors import SELECTORS
+from smat.layers.routing.selector_names import SELECTORS
 from smat.masks import SMatMask, window
 
 pytestmark = pytest.mark.filterwarnings("ignore::smat.SMatWarning")  # masks of few tokens

@@ -8,7 +8,7 @@ Write addresses are a learned hash of the layer input into F_q^(d-1) (appendix "
     x_t = (floor s_1, ..., floor s_D)            the profile
 
 The paper's c_t is `write_input`, x_theta the profile, s `bin_position`, omega `ste_weight`. What is
-read stands in selectors.py, what spreads addresses in routers.py and balance.py.
+read stands in selectors.py and request.py, what spreads addresses in routers.py and balance.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from smat.geometry.field import from_digits
 from smat.layers.call import with_past
 from smat.layers.mixer import reset_children
 from smat.layers.primitives import keep_from_decay_
-from smat.layers.routing.selectors import SELECTORS, TopTypes, point_mask
+from smat.layers.routing.selector_names import SELECTORS
+from smat.layers.routing.selectors import TopTypes, point_mask
 from smat.layers.routing.starts import align_scorer_, start_taps_, sum_last_taps_
 from smat.layers.short_convolution import ShortConvolution, convolve, last_inputs
 from smat.masks import SMatMask
@@ -49,7 +50,7 @@ class LearnedRouting(nn.Module):
 
     `geometry` is the one of a horizon, so that one set of parameters serves every length; or
     several, each with its own hash and scorer, as the paper's recall models have one for every
-    training length. `selector` names a class of selectors.py: "top_types" (the paper's four reads),
+    training length. `selector` names one of `SELECTORS`: "top_types" (the paper's four reads),
     "factored", "own_hyperplane", "own_cell", "request", the hyperplane through the points of the
     last `request_tokens` tokens, or "learned_request", through those of them that are asked for.
 

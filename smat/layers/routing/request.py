@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import offsets
+from smat.layers.routing.selectors import Selector
 from smat.masks import agreeing_direction, type_through_cell
 from smat.ops.smat.routing import Routing
 
@@ -21,7 +22,7 @@ START_STD = 0.02  # of the scores that they begin with, about 1
 BLOCK = 1 << 20  # numbers at a time
 
 
-class RequestHyperplane(nn.Module):
+class RequestHyperplane(Selector):
     """Read the one hyperplane through the points of all tokens that a query asks for.
 
     >>> reads = RequestHyperplane(8, 2, Geometry(3, 5))(
@@ -37,24 +38,13 @@ class RequestHyperplane(nn.Module):
     and points (B, T, H, k), the own first, are given. Cost: T k A / 8 bytes, A directions.
     """
 
-    needs_own_profile = False
     reads_request = True
-    reads_points = False
 
     def __init__(
-        self,
-        hidden_size: int,
-        num_heads: int,
-        geometry: Geometry,
-        num_reads: int = 1,
-        request_tokens: int = 1,
-        noise: float = 0.0,
+        self, hidden_size: int, num_heads: int, geometry: Geometry, **reads: int | float
     ) -> None:
         super().__init__()
         self.geometry = geometry
-
-    def cut_heads(self, ranks: HeadRanks) -> None:
-        """Do nothing: there are no parameters."""
 
     def forward(self, hidden: Tensor, points: Tensor) -> Routing:
         query_type = _type_through(points, self.geometry.vc_dim, self.geometry.field_size)
@@ -63,7 +53,7 @@ class RequestHyperplane(nn.Module):
         return Routing(query_type=query_type, read_weight=weight)
 
 
-class LearnedRequest(nn.Module):
+class LearnedRequest(Selector):
     """Learn which of the last tokens a query asks for, and read one hyperplane through these.
 
     >>> selector = LearnedRequest(8, 2, Geometry(3, 5), request_tokens=3)
@@ -79,9 +69,7 @@ class LearnedRequest(nn.Module):
     gradients the others are not read. Cost: T W hidden_size, and T W (W A + 2^W) a head.
     """
 
-    needs_own_profile = False
     reads_request = True
-    reads_points = False
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ multiply-adds for T tokens, a head.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,17 +18,23 @@ from torch.autograd.function import once_differentiable
 from smat.distributed import HeadRanks
 from smat.geometry import Geometry
 from smat.geometry.field import next_prime
-from smat.layers.routing.request import LearnedRequest, RequestHyperplane
 from smat.masks import SMatMask, type_through_cell
 from smat.ops.smat.routing import Routing
 
 
 class Selector(nn.Module):
-    """What all selectors have: a linear map that scores something, and how they read."""
+    """What a routing asks of every selector; one that learns nothing needs no more."""
 
     needs_own_profile = False  # whether what is read depends on the query's own point
     reads_request = False  # whether it does on the points of the tokens that the query asks for
     reads_points = False  # whether types are points, to be read under `point_mask`
+
+    def cut_heads(self, ranks: HeadRanks) -> None:
+        """Keep what belongs to this rank's heads."""
+
+
+class ScoringSelector(Selector):
+    """A linear map that scores something for each head, and how many reads come of it."""
 
     def __init__(
         self, hidden_size: int, num_heads: int, geometry: Geometry, num_reads: int = 4
@@ -57,7 +62,7 @@ class Selector(nn.Module):
         return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-class TopTypes(Selector):
+class TopTypes(ScoringSelector):
     """Read the highest-scored of all types, weighted by the softmax of their scores.
 
     >>> selector = TopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
@@ -85,7 +90,7 @@ class TopTypes(Selector):
         return Routing(query_type=query_type, read_weight=score.softmax(-1))
 
 
-class FactoredTopTypes(Selector):
+class FactoredTopTypes(ScoringSelector):
     """Read the highest-scored types where a score is that of the direction plus the offset's.
 
     >>> selector = FactoredTopTypes(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
@@ -114,7 +119,7 @@ class FactoredTopTypes(Selector):
         return Routing(query_type=types.gather(-1, place), read_weight=chosen.softmax(-1))
 
 
-class OwnHyperplane(Selector):
+class OwnHyperplane(ScoringSelector):
     """Read one hyperplane through the query's own hash point: type H_(a, a . u).
 
     >>> selector = OwnHyperplane(hidden_size=8, num_heads=2, geometry=Geometry(3, 5))
@@ -137,7 +142,7 @@ class OwnHyperplane(Selector):
         return Routing(query_type=query_type.unsqueeze(-1), read_weight=weight)
 
 
-class OwnCell(nn.Module):
+class OwnCell(Selector):
     """Read the query's own hash cell and nothing else: bucketing by a learned hash.
 
     >>> reads = OwnCell()(torch.randn(4, 10, 8), torch.randint(25, (4, 10, 2)))
@@ -149,31 +154,15 @@ class OwnCell(nn.Module):
     """
 
     needs_own_profile = True
-    reads_request = False
     reads_points = True
 
-    def __init__(self, *sizes: object) -> None:
+    def __init__(self, *sizes: object, **reads: object) -> None:
         super().__init__()
-
-    def cut_heads(self, ranks: HeadRanks) -> None:
-        """Do nothing: there are no parameters."""
 
     def forward(self, hidden: Tensor, profile: Tensor) -> Routing:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         weight = hidden.new_ones(*profile.shape, 1, dtype=wide)
         return Routing(query_type=profile.unsqueeze(-1), read_weight=weight)
-
-
-SELECTORS: Mapping[
-    str, type[Selector] | type[OwnCell] | type[RequestHyperplane] | type[LearnedRequest]
-] = {
-    "top_types": TopTypes,
-    "factored": FactoredTopTypes,
-    "own_hyperplane": OwnHyperplane,
-    "own_cell": OwnCell,
-    "request": RequestHyperplane,
-    "learned_request": LearnedRequest,
-}
 
 
 def point_mask(mask: SMatMask) -> SMatMask:
