@@ -49,8 +49,8 @@ def rows(task: MultiKeyRecall, width: int, training: TrainingConfig) -> dict[str
     convolved = {**asked, "selector_conv": 3 if task.num_keys > 1 else 0}
     made = {"mamba2": arm("Mamba-2", "mamba2", training)}
     for suffix, how, recipe, options in (
-        ("_learned", ", learned", stays, {**even, "selector": "learned_request", **scored}),
-        ("", ", hyperplane by rule", stays, {**even, "selector": "request", **asked}),
+        ("", "", stays, {**even, "selector": "learned_request", **scored}),
+        ("_rule", ", hyperplane by rule", stays, {**even, "selector": "request", **asked}),
         ("_four", ", four learned reads", falls, {"key_init": "positive", **convolved}),
         ("_text", ", as the text", falls, {"settings": "paper"}),
     ):
