@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from typing_extensions import Self
 from smat.distributed import HeadRanks
 from smat.layers.call import CallInfo, MixerCache, attend
 from smat.layers.memory.memory import ProfileMemory
-from smat.layers.memory.settings import MemorySettings
+from smat.layers.memory.settings import KeyInit, MemorySettings
 from smat.layers.mixer import Mixer
 from smat.layers.primitives import (
     GateThenNorm,
@@ -22,6 +22,7 @@ from smat.layers.primitives import (
 )
 from smat.layers.short_convolution import ShortConvolution
 from smat.masks import BoundarySchedule, SMatMask, none
+from smat.ops.smat.arguments import check_choice
 
 
 class Mamba2(Mixer):
@@ -51,6 +52,8 @@ class Mamba2(Mixer):
     Conventions of mamba_ssm: no scale, gate before norm, one norm a group, bias in the convolution
     only, A from U(1, 16), steps from [0.001, 0.1], D = 1; linear layers as torch draws them. Heads
     of a group are neighbours. `norm_groups=1` norms all groups together, as transformers does.
+    `key_init="positive"` is ours: a bias of 1 in the convolution of B and C, so that all products
+    of the two begin positive; None takes that of a memory's settings.
     """
 
     packs_natively = True
@@ -69,6 +72,7 @@ class Mamba2(Mixer):
         conv_bias: bool = True,
         bias: bool = False,
         norm_eps: float = 1e-5,
+        key_init: KeyInit | None = None,
         memory: ProfileMemory | None = None,
         layer_idx: int | None = None,
         device: torch.device | str | None = None,
@@ -93,8 +97,11 @@ class Mamba2(Mixer):
         self.out_proj = nn.Linear(inner, hidden_size, bias=bias, **made)
         if memory is not None:
             memory.check_layer(hidden_size, num_heads)
-            if memory.settings.key_init == "positive" and not conv_bias:
-                raise ValueError("key_init = 'positive' is a bias, but conv_bias is False")
+        start = "random" if memory is None else memory.settings.key_init
+        self.key_init = start if key_init is None else key_init
+        check_choice("key_init", self.key_init, get_args(KeyInit))
+        if self.key_init == "positive" and not conv_bias:
+            raise ValueError("key_init = 'positive' is a bias, but conv_bias is False")
         self.memory = memory
         self.extra_inputs = () if memory is None else ("mask",)
         self.plain_mask = SMatMask(1, vc_dim=1, boundary=none())
@@ -133,7 +140,7 @@ class Mamba2(Mixer):
         init_step_bias_(self.dt_bias)
         init_decay_rate_(self.A_log, 1.0, 16.0)
         keep_from_decay_(nn.init.ones_(self.D))
-        if self.memory is not None and self.memory.settings.key_init == "positive":
+        if self.key_init == "positive":
             assert self.conv.bias is not None
             nn.init.ones_(self.conv.bias[self.inner_size :])
 

@@ -27,8 +27,8 @@ learned from the task. The keys and queries of Mamba-2 begin about one positive 
 read begins as the sum of what its hyperplane holds. Beside it, with the same start: a rule that \
 knows k in place of the scores (the hyperplane through all k keys if there is one, through the \
 last key's own in direction 0 otherwise, as in the paper's main table); four learned reads a head \
-over a hash that learns from the task; the memory as the paper's text has it; and Mamba-2 alone. \
-All rows have the same steps."""
+over a hash that learns from the task; the memory as the paper's text has it; and Mamba-2 alone, \
+with both starts. All rows have the same steps."""
 REQUEST_TOKENS = 4  # that are scored: more than any request names
 
 
@@ -47,7 +47,12 @@ def rows(task: MultiKeyRecall, width: int, training: TrainingConfig) -> dict[str
     asked, scored = {"request_tokens": task.num_keys}, {"request_tokens": REQUEST_TOKENS}
     even = {"settings": "even"}
     convolved = {**asked, "selector_conv": 3 if task.num_keys > 1 else 0}
-    made = {"mamba2": arm("Mamba-2", "mamba2", training)}
+    made = {
+        "mamba2": arm("Mamba-2", "mamba2", training),
+        "mamba2_positive": arm(
+            "Mamba-2, positive keys and queries", "mamba2", training, key_init="positive"
+        ),
+    }
     for suffix, how, recipe, options in (
         ("", "", stays, {**even, "selector": "learned_request", **scored}),
         ("_rule", ", hyperplane by rule", stays, {**even, "selector": "request", **asked}),

@@ -87,20 +87,29 @@ def token_task(seq_len: int, vocab_size: int = 50_257, **options: Any) -> Langua
 def token_rows(
     task: LanguageModelling, width: int, num_layers: int, training: TrainingConfig
 ) -> dict[str, Arm]:
-    """Return Mamba-2, Mamba-2 with a memory in three forms, and a transformer."""
-    rows = {"mamba2": _arm("Mamba-2", "mamba2", task, width, num_layers, training, MAMBA2)}
+    """Return Mamba-2 with two starts, with a memory in four forms, and a transformer."""
+    sizes, positive = (task, width, num_layers), MAMBA2 | {"key_init": "positive"}
+    rows = {
+        "mamba2": _arm("Mamba-2", "mamba2", *sizes, training, MAMBA2),
+        "mamba2_positive": _arm(
+            "Mamba-2, positive keys and queries", "mamba2", *sizes, training, positive
+        ),
+    }
     one_read = {"selector": "own_hyperplane"}
-    for suffix, text, memory in (
-        ("", "", one_read),
-        ("_four_reads", ", four reads", {}),
-        ("_text", ", as the text", one_read | {"settings": "paper"}),
+    language = {"selector": "request", "settings": "language", "boundary": "window_8"}
+    stays = training.changed(balance_anneal=0)
+    for suffix, text, recipe, memory in (
+        ("", "", training, one_read),
+        ("_four_reads", ", four reads", training, {}),
+        ("_language", ", settings for language", stays, language),
+        ("_text", ", as the text", training, one_read | {"settings": "paper"}),
     ):
         for d in (2, 3, 4):
             label, options = f"Mamba-2 + SMat (d = {d}){text}", MAMBA2 | memory | {"vc_dim": d}
-            arm = _arm(label, "mamba2_smat", task, width, num_layers, training, options)
+            arm = _arm(label, "mamba2_smat", *sizes, recipe, options)
             rows[f"smat_d{d}{suffix}"] = arm
     transformer = {"num_heads": 8, "mlp_ratio": 4}
-    rows["softmax"] = _arm("Softmax", "softmax", task, width, num_layers, training, transformer)
+    rows["softmax"] = _arm("Softmax", "softmax", *sizes, training, transformer)
     return rows
 
 
@@ -198,7 +207,10 @@ PG19_300M = Experiment.of_presets(
                     SMALL_RECIPE.changed(steps=800, batch_size=4, eval_every=200),
                 )
             },
-            arms=("mamba2", "smat_d2", "smat_d3", "smat_d3_four_reads", "smat_d3_text", "softmax"),
+            arms=(
+                "mamba2", "mamba2_positive", "smat_d2", "smat_d3", "smat_d3_four_reads",
+                "smat_d2_language", "smat_d3_text", "softmax",
+            ),
         ),
         "paper": Preset(
             "as in the paper: 9,155 steps of 32,768 tokens, but in fp32 (bf16: --precision bf16)",
