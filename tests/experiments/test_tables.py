@@ -8,6 +8,7 @@ import torch
 
 from smat.experiments.store import COMMITTED, Store
 from smat.experiments.tables import EXPERIMENTS
+from smat.layers import MemorySettings
 
 PUBLISHED = json.loads(
     (Path(__file__).parents[2] / "smat" / "experiments" / "published.json").read_text()
@@ -90,8 +91,20 @@ def test_rows_of_the_learned_staircase_differ_in_their_memory_alone(preset):
             assert training.balance_weight > 0 == training.balance_anneal  # it stays to the end
         else:
             assert training.balance_anneal == 1000
-    memories = {run.arm for run in runs if not run.arm.startswith("mamba2_positive")} - {"mamba2"}
-    assert {run.model.mixer for run in runs if run.arm in memories} == {"mamba2_smat"}
+    assert all(run.model.mixer == "mamba2_smat" for run in runs if "smat" in run.arm)
+
+
+@pytest.mark.parametrize("name", ["multi-key-learned", "pg19-300m"])
+def test_rows_that_start_with_positive_keys_have_mamba2_alone_beside_them(name):
+    by_arm = {run.arm: run for run in EXPERIMENTS[name].runs("standard", [0])}
+    alone, plain = by_arm["mamba2_positive"], by_arm["mamba2"]
+    assert alone.model.options == {**plain.model.options, "key_init": "positive"}
+    assert alone.training == plain.training
+    for arm in ("smat_d2_language", "mamba2_smat_d2"):
+        if arm in by_arm:
+            settings = MemorySettings.named(by_arm[arm].model.options["settings"])
+            assert settings.key_init == "positive"
+            assert by_arm[arm].training.balance_anneal == 0
 
 
 @pytest.mark.parametrize("name", ["multi-key-recall", "length-generalization"])

@@ -288,16 +288,33 @@ def test_what_is_written_counts_in_the_balance_and_noise_does_not():
     assert layer.memory.balance_loss > 1.5 * all_count  # a few tokens fill few lines
 
 
-def test_positive_keys_and_queries_begin_with_a_positive_product():
+def make_with_start(start):
+    torch.manual_seed(0)
+    settings = dataclasses.replace(MemorySettings(), key_init=start)
+    return Mamba2.with_memory(HIDDEN, **SMALL | {"state_dim": 16}, settings=settings)
+
+
+def make_alone(start):
+    torch.manual_seed(2)
+    return Mamba2(HIDDEN, head_dim=8, state_dim=16, key_init=start)
+
+
+@pytest.mark.parametrize("make", [make_with_start, make_alone])
+def test_positive_keys_and_queries_begin_with_a_positive_product(make):
     x = torch.randn(4, 64, HIDDEN, generator=torch.Generator().manual_seed(2))
     for start, least, most in (("positive", 0.99, 1.0), ("random", 0.0, 0.9)):
-        torch.manual_seed(0)
-        settings = dataclasses.replace(MemorySettings(), key_init=start)
-        layer = Mamba2.with_memory(HIDDEN, **SMALL | {"state_dim": 16}, settings=settings)
+        layer = make(start)
         _, inputs, _ = layer.in_proj(x).split(layer.widths, -1)
         k, q = layer.conv(inputs)[..., layer.inner_size :].chunk(2, -1)
         share = (q @ k.mT > 0).float().mean()
         assert least <= share <= most
+
+
+def test_a_start_of_keys_that_cannot_be_is_refused():
+    with pytest.raises(ValueError, match="key_init must be one of random, positive, got 'one'"):
+        Mamba2(HIDDEN, head_dim=8, key_init="one")
+    with pytest.raises(ValueError, match="conv_bias is False"):
+        Mamba2(HIDDEN, head_dim=8, key_init="positive", conv_bias=False)
 
 
 def test_what_a_request_cannot_be_is_refused_with_numbers():
