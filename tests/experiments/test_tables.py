@@ -145,13 +145,14 @@ def test_a_preset_in_fp32_where_the_paper_has_bf16_says_so(name):
 
 @pytest.mark.skipif(not COMMITTED.exists(), reason="not a checkout")
 def test_every_committed_record_counts_as_finished(tmp_path):
-    runs = [
-        run
-        for experiment in EXPERIMENTS.values()
-        for preset in experiment.presets
-        for run in experiment.runs(preset, None)
-    ]
-    store = Store(tmp_path)
-    found = {run.key for run in runs if store.find_shipped(run) is not None}
     committed = [path for path in COMMITTED.rglob("*.json") if path.parent.name != "costs"]
+    made = [json.loads(path.read_text())["run"] for path in committed]  # with seeds of its own, too
+    told = {(run["experiment"], run["preset"], run["training"]["precision"]) for run in made}
+    store, found = Store(tmp_path), set()
+    for name, preset, precision in told:
+        seeds = sorted(
+            {run["seed"] for run in made if (run["experiment"], run["preset"]) == (name, preset)}
+        )
+        runs = EXPERIMENTS[name].with_training(precision=precision).runs(preset, seeds)
+        found |= {run.key for run in runs if store.find_shipped(run) is not None}
     assert len(found) == len(committed)
