@@ -136,6 +136,17 @@ def test_what_does_not_fit_is_refused_at_construction():
         MemorySettings(request_tokens=0)
 
 
+@pytest.mark.parametrize(
+    ("name", "opening"), [("default", 0.5), ("even", 0.5), ("language", 0.05), ("paper", 0.1)]
+)
+def test_gates_begin_as_the_settings_of_a_name_say(name, opening):
+    memory = Mamba2.with_memory(16, **SMALL, **MAMBA, settings=name).memory
+    for gate in (memory.read_gate, memory.write_gate):
+        torch.nn.init.zeros_(gate.linear.weight)
+        found = gate(torch.randn(2, 5, 16))
+        torch.testing.assert_close(found, torch.full_like(found, opening), rtol=0, atol=5e-5)
+
+
 def test_experiments_learn_unless_they_say_so():
     for mixer in ("mamba2_smat", "gated_deltanet_smat"):
         options = {"vc_dim": 3, "head_dim": 16}
