@@ -18,9 +18,9 @@ from smat.training import TrainingConfig
 DESCRIBE = """\
 The models of multi-key recall without learned positions (the task needs none, and under them a \
 key has another address at every place), a short convolution of 3 in every mixer. Mamba-2 + SMat \
-reads one hyperplane a head: it learns a score for each of the last four tokens of a query, the \
-same in all heads and for every k, and reads the hyperplane through those of them whose scores \
-have the largest sum. Its hash is learned, from a balance loss alone (weight 0.01, to the end) \
+reads one hyperplane a head: a model, one for each k, learns a score for each of the last four \
+tokens of a query, shared by all heads, and reads the hyperplane through those of them whose \
+scores have the largest sum. Its hash is learned, from a balance loss alone (weight 0.01, to the end) \
 that spreads what is written evenly over all families of hyperplanes, so that training cannot \
 file keys together; what is read, what is written, how strongly, and what becomes of it is \
 learned from the task. The keys and queries of Mamba-2 begin about one positive vector, so that a \
