@@ -20,8 +20,8 @@ The models of multi-key recall without learned positions (the task needs none, a
 key has another address at every place), a short convolution of 3 in every mixer. Mamba-2 + SMat \
 reads one hyperplane a head: a model, one for each k, learns a score for each of the last four \
 tokens of a query, shared by all heads, and reads the hyperplane through those of them whose \
-scores have the largest sum. Its hash is learned, from a balance loss alone (weight 0.01, to the end) \
-that spreads what is written evenly over all families of hyperplanes, so that training cannot \
+scores have the largest sum. Its hash is learned, from a balance loss alone (weight 0.01, to the \
+end) that spreads what is written evenly over all families of hyperplanes, so that training cannot \
 file keys together; what is read, what is written, how strongly, and what becomes of it is \
 learned from the task. The keys and queries of Mamba-2 begin about one positive vector, so that a \
 read begins as the sum of what its hyperplane holds. Beside it, with the same start: a rule that \
